@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row
 from infsample_rl.model.weight_sync.store import StoreAddress
 from infsample_rl.types import WeightManifest
+from tests.forks import FORKS, start_fork
 
 
 @dataclass
@@ -185,20 +184,13 @@ def _live(folder: Path, rank: int, world_size: int, environment: dict[str, str])
     (folder / f"answers.{rank}").write_bytes(pickle.dumps(answers))
 
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [__name__, "infsample_rl.learner.fsdp_backend", "deepspeed"]
-)  # what is missing is left out
-
-
 def start_ranks(folder: Path, scenarios: dict[Any, Scenario], world_size: int) -> list[BaseProcess]:
     """Start scenarios on `world_size` processes."""
     (folder / "scenarios").write_bytes(pickle.dumps(scenarios))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     ranks = [FORKS.Process(target=_live, args=(folder, rank, world_size, environment)) for rank in range(world_size)]
-    with mock.patch.dict(os.environ, environment):  # the first of all starts the process that they are forks of
-        for rank in ranks:
-            rank.start()
+    for rank in ranks:
+        start_fork(rank)
     return ranks
 
 

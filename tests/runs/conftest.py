@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_module
 from tests.real_runs import Run
 
 REWARD = '''
@@ -67,9 +67,9 @@ def train(command, tmp_path_factory) -> Callable[..., Run]:
 
     def run(*changes: str, folder: Path | None = None) -> Run:
         folder = folder or tmp_path_factory.mktemp("run") / "run"
-        started = command(folder, *changes)
-        done = subprocess.run(started, capture_output=True, text=True, timeout=400, cwd=folder.parent)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        _, _, module, *arguments = command(folder, *changes)
+        done = run_module(module, arguments, folder.parent, timeout=400)
+        assert done.returncode == 0, done.stdout[-3000:]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return Run(rows, (folder / "run.log").read_text(), folder)
 

@@ -20,6 +20,7 @@ import pytest
 from infsample_rl.commands import chaos
 from infsample_rl.observe.phases import phase_of
 from infsample_rl.observe.records import read_records
+from tests.forks import run_module
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,8 +61,9 @@ def settings(tiny_qwen3, sums_file) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(settings, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = subprocess.run(command(settings, run), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    _, _, module, *arguments = command(settings, run)
+    done = run_module(module, arguments, run.parent, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:]
     return run
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forks import run_module
 from tests.observe.logged import undescribed
 
 REWARD = '''
@@ -61,8 +62,8 @@ def command(arguments: list[str]) -> list[str]:
 
 
 def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    done = subprocess.run(command(arguments), cwd=cwd, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = run_module("infsample_rl.main", arguments, cwd, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:]
     return done
 
 
@@ -86,7 +87,9 @@ def finished(settings, tmp_path_factory) -> tuple[Path, str]:
     """
     cwd = tmp_path_factory.mktemp("elsewhere")
     one_by_one = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.max_new_tokens=48"]
-    done = run([*settings, *one_by_one, "run.dir=my run", "objective=default"], cwd)
+    as_a_user = command([*settings, *one_by_one, "run.dir=my run", "objective=default"])
+    done = subprocess.run(as_a_user, cwd=cwd, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return cwd / "my run", done.stdout
 
 
