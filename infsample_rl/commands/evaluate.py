@@ -23,35 +23,37 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import statistics
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from infsample_rl.commands.estimates import Estimate, mean_over_problems, pass_at_k
 from infsample_rl.commands.merge import load_policy_folder
 from infsample_rl.commands.run_settings import load_run_config, model_and_run
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
+from infsample_rl.controller.checks import check_turns
+from infsample_rl.controller.openings import Openings
+from infsample_rl.controller.step_records import episode_record
 from infsample_rl.data.prompts import build_eval_prompts
+from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.model.architecture import context_of
-from infsample_rl.model.tokenizer import load_tokenizer, response_text
+from infsample_rl.model.tokenizer import load_tokenizer, read_response
 from infsample_rl.reward.columns import check_columns
+from infsample_rl.reward.environment_host import EnvironmentHost
 from infsample_rl.reward.worker import RewardWorker, check_reward_functions
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.environment.episodes import Episodes
 from infsample_rl.types import Completion, Prompt, RewardResult
 
-RESAMPLES = 10_000
-DRAWN_AT_ONCE = 500
-Z = 1.959963984540054  # 97.5 % of the normal distribution
+Figures = dict[str, Estimate | float | int | None]
 
 
 @dataclass(kw_only=True)
@@ -118,24 +120,32 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     return config
 
 
-def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list[Sampled]:
-    """Sample every problem and score its samples while others decode."""
+def evaluate(
+    config: Config, lm: PreTrainedModel, prompts: list[Prompt], environments: EnvironmentHost | None = None
+) -> list[Sampled]:
+    """Sample every problem and score its samples while others decode. `environments`: of samples of several turns."""
     config.cluster = dataclasses.replace(config.cluster, reward_gpus=1.0 if lm.device.type == "cuda" else 0.0)
-    found = [Sampled(prompt=prompt) for prompt in prompts]
+    found, tokenizer = [Sampled(prompt=prompt) for prompt in prompts], load_tokenizer(config.model)
     engine = SamplingEngine(
         lm,
-        load_tokenizer(config.model),
+        tokenizer,
         config.rollout,
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
         lm_head_fp32=config.model.lm_head_fp32,
     )
     ids, temperature = [prompt.token_ids.tolist() for prompt in prompts], config.run.eval_temperature
+    turns = None
+    if environments is not None:
+        kwargs, stops = config.data.chat_template_kwargs, engine.stop_token_ids
+        starts = {index: prompt.start for index, prompt in enumerate(prompts) if prompt.start is not None}
+        template = TurnTemplate.of(tokenizer, kwargs, environments.tools, stops)
+        turns = Episodes(environments, template, config.environment, starts)
     worker = RewardWorker(config)
     try:
         with ThreadPoolExecutor(1) as scorer:
             scored = [
                 (group, scorer.submit(worker.score, [(prompts[group[0].prompt_index], group)]))
-                for group in engine.stream(ids, config.run.seed, evaluation=True, temperature=temperature)
+                for group in engine.stream(ids, config.run.seed, evaluation=True, temperature=temperature, turns=turns)
             ]
             for group, future in scored:
                 (result,) = future.result()
@@ -152,49 +162,6 @@ def _enter(sampled: Sampled, completions: list[Completion], result: RewardResult
         sampled.components[index] = {name: values[position] for name, values in result.components.items()}
     for failure in result.failures:
         print(f"reward failed: {failure}", file=sys.stderr)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over problems with its 95 % interval. Example: Estimate(0.5, 0.31, 0.69, "wilson")"""
-
-    value: float
-    low: float
-    high: float
-    interval: str  # "wilson" or "bootstrap"
-
-
-Figures = dict[str, Estimate | float | int | None]
-
-
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that k of a problem's samples, drawn without replacement, hold a right one. ValueError unless 1 <= k
-    <= num_samples."""
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k must be between 1 and samples = {num_samples}, got {k}")
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-def mean_over_problems(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean of one value a problem and its interval. ValueError without any."""
-    if len(values) == 0:
-        raise ValueError("an evaluation needs at least one problem, got none")
-    figures = np.asarray(values, np.float64)
-    if set(np.unique(figures)) <= {0.0, 1.0}:
-        return _wilson(int(figures.sum()), len(figures))
-    generator, means = np.random.default_rng(seed), []
-    for _ in range(0, RESAMPLES, DRAWN_AT_ONCE):  # all at once would take 160 kB a problem
-        means.append(figures[generator.integers(0, len(figures), (DRAWN_AT_ONCE, len(figures)))].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
-    return Estimate(float(figures.mean()), float(low), float(high), "bootstrap")
-
-
-def _wilson(right: int, count: int) -> Estimate:
-    """Wilson's score interval of a share."""
-    share, square = right / count, Z * Z / count
-    centre = (share + square / 2) / (1 + square)
-    half = Z / (1 + square) * math.sqrt(share * (1 - share) / count + square / (4 * count))
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), "wilson")
 
 
 def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> Figures:
@@ -226,11 +193,12 @@ def write_completions(found: list[Sampled], path: Path, config: Config) -> None:
         for sampled in found:
             for index in sorted(sampled.completions):
                 completion = sampled.completions[index]
-                text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
+                response = read_response(tokenizer, completion, stop_strings)
                 record: dict[str, Any] = {"row": sampled.prompt.place, "sample_index": index}
-                record |= {"prompt": sampled.prompt.text, "response": text}
+                record |= {"prompt": sampled.prompt.text, "response": response.text}
                 record |= {"reward": sampled.rewards[index], "components": sampled.components[index]}
                 record |= {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
+                record |= episode_record(completion.episode, response)
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -264,15 +232,20 @@ def _check_out(path: Path, config: Config) -> None:
 def _run(arguments: list[str]) -> int:
     checkpoint, options, overrides = split_arguments(arguments)
     config = evaluation_config(checkpoint, options, overrides)
-    if config.environment.is_set:
-        raise ValueError("evaluate takes single turns, environment.factory is set: a run evaluates (run.eval_every)")
     if options.out is not None:
         _check_out(Path(options.out).absolute(), config)
     needs = check_reward_functions(config.reward)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
-    prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
-    check_columns(config, needs, prompts, evaluation=True)
-    found = evaluate(config, lm, prompts)
+    tokenizer, architecture = load_tokenizer(config.model), lm.config.get_text_config()
+    environments = EnvironmentHost(config) if config.environment.is_set else None
+    openings = Openings(config, tokenizer, environments)
+    try:
+        offered = check_turns(config, tokenizer, architecture, environments)
+        prompts = build_eval_prompts(config, tokenizer, context_of(architecture), offered)
+        check_columns(config, needs, prompts, evaluation=True)
+        found = evaluate(config, lm, openings.open(prompts, position=-len(prompts)), environments)
+    finally:
+        openings.close()
     if options.out is not None:
         write_completions(found, Path(options.out), config)
     figures = summarise(found, options, seed=config.run.seed)

@@ -94,7 +94,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)
     environments = EnvironmentHost(config) if config.environment.is_set else None
-    offered = _check_turns(config, tokenizer, architecture, environments)
+    offered = check_turns(config, tokenizer, architecture, environments)
     prompts = build_train_prompts(config, tokenizer, context, offered)
     held_out = build_eval_prompts(config, tokenizer, context, offered)
     check_columns(config, needs, [prompt for rows in prompts.sources.values() for prompt in rows])
@@ -235,7 +235,7 @@ def _check_this_machine(config: Config) -> None:
         check_disk_folder("rollout.preemption", config.rollout.park_folder)
 
 
-def _check_turns(
+def check_turns(
     config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, host: EnvironmentHost | None
 ) -> list[dict[str, Any]]:
     """The tools that prompts offer. ValueError for a chat template that cannot go on with a trajectory."""

@@ -17,14 +17,15 @@ from infsample_rl.controller.groups import Group, SampleRecord, StepGroups
 from infsample_rl.controller.recording import Fetch, write_recording
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.step_metrics import Metrics
-from infsample_rl.model.tokenizer import response_text
+from infsample_rl.model.tokenizer import Response, read_response
 from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE
+from infsample_rl.types import Episode
 
 TEXT_END = 80  # characters of a response's beginning, and of its end, that samples.jsonl has
 PROMPT_CHARACTERS = 400  # of a prompt's end, where the question is
 
 Records = list[dict[str, Any]]
-TextOf = Callable[[SampleRecord], str | None]
+ResponseOf = Callable[[SampleRecord], Response | None]
 
 
 class StepRecorder:
@@ -37,25 +38,23 @@ class StepRecorder:
         """Write lengths, who decoded when and, where it is due, the whole step; the completions that are shown."""
         run, step, logging = self._run, self._run.step, self._run.config.logging
         fetch = cache(run.cluster.micro_groups.completions)
-        text_of = text_reader(fetch, self._tokenizer, run.config.rollout.stop_strings)
+        response_of = response_reader(fetch, self._tokenizer, run.config.rollout.stop_strings)
         run.log.append(LENGTHS_FILE, length_records(groups, run.config, step=step))
-        run.log.append(SAMPLES_FILE, sample_records(groups, text_of, step=step))
+        run.log.append(SAMPLES_FILE, sample_records(groups, response_of, step=step))
         if logging.record_every and step % logging.record_every == 0:
             if not write_recording(run.run_dir, groups, fetch, metrics, step=step, total_steps=run.total_steps):
                 run.log.warn(f"step {step} is not recorded: a worker that held some of its samples was lost")
-        return completion_records(groups, text_of, logging.completions_per_step, step=step)
+        return completion_records(groups, response_of, logging.completions_per_step, step=step)
 
 
-def text_reader(fetch: Fetch, tokenizer: PreTrainedTokenizerBase, stop_strings: list[str]) -> TextOf:
-    """The text that rewards saw of a sample; None where its micro-group is gone since it was trained."""
+def response_reader(fetch: Fetch, tokenizer: PreTrainedTokenizerBase, stop_strings: list[str]) -> ResponseOf:
+    """What rewards saw of a sample; None where its micro-group is gone since it was trained."""
 
-    def text_of(sample: SampleRecord) -> str | None:
+    def response_of(sample: SampleRecord) -> Response | None:
         micro_group = fetch(sample.micro_group)
-        if micro_group is None:
-            return None
-        return response_text(tokenizer, micro_group[sample.position].token_ids.tolist(), stop_strings)
+        return None if micro_group is None else read_response(tokenizer, micro_group[sample.position], stop_strings)
 
-    return text_of
+    return response_of
 
 
 def length_records(groups: StepGroups, config: Config, *, step: int) -> Records:
@@ -76,7 +75,7 @@ def length_records(groups: StepGroups, config: Config, *, step: int) -> Records:
     ]
 
 
-def sample_records(groups: StepGroups, text_of: TextOf, *, step: int) -> Records:
+def sample_records(groups: StepGroups, response_of: ResponseOf, *, step: int) -> Records:
     """A record for each of Config.timeline_prompts. Times are seconds since its `started`, a time.time().
 
     Example: {"step": 3, "prompt_index": 0, "row": 17, "started": 1763630000.25, "prompt": "1 + 1 = ?", "samples":
@@ -84,11 +83,13 @@ def sample_records(groups: StepGroups, text_of: TextOf, *, step: int) -> Records
     "text": "2", "stays": [[2, 40, 64, 0.0, 1.25, 24]]}]}
     """
     return [
-        _group_record(group, text_of, step) for group in groups.groups if any(sample.stays for sample in group.samples)
+        _group_record(group, response_of, step)
+        for group in groups.groups
+        if any(sample.stays for sample in group.samples)
     ]
 
 
-def _group_record(group: Group, text_of: TextOf, step: int) -> dict[str, Any]:
+def _group_record(group: Group, response_of: ResponseOf, step: int) -> dict[str, Any]:
     started = min(stay.started for sample in group.samples for stay in sample.stays)
     return {
         "step": step,
@@ -96,11 +97,11 @@ def _group_record(group: Group, text_of: TextOf, step: int) -> dict[str, Any]:
         "row": group.prompt.place,
         "started": started,
         "prompt": group.prompt.text[-PROMPT_CHARACTERS:],
-        "samples": [_sample_record(sample, text_of(sample), started) for sample in group.samples],
+        "samples": [_sample_record(sample, response_of(sample), started) for sample in group.samples],
     }
 
 
-def _sample_record(sample: SampleRecord, text: str | None, started: float) -> dict[str, Any]:
+def _sample_record(sample: SampleRecord, response: Response | None, started: float) -> dict[str, Any]:
     return {
         "sample_index": sample.sample_index,
         "length": sample.length,
@@ -108,7 +109,7 @@ def _sample_record(sample: SampleRecord, text: str | None, started: float) -> di
         "reward": sample.reward,
         "worker": sample.worker,
         "forecast": None if sample.forecast is None else [sample.forecast.known, round(sample.forecast.tokens, 1)],
-        "text": None if text is None else ends_of(text),
+        "text": None if response is None else ends_of(response.text),
         "stays": [
             [s.row, s.start, s.end, round(s.started - started, 4), round(s.ended - started, 4), s.tokens]
             for s in sample.stays
@@ -121,7 +122,7 @@ def ends_of(text: str) -> str:
     return text if len(text) <= 2 * TEXT_END + 5 else f"{text[:TEXT_END]} ... {text[-TEXT_END:]}"
 
 
-def completion_records(groups: StepGroups, text_of: TextOf, most: int, *, step: int) -> Records:
+def completion_records(groups: StepGroups, response_of: ResponseOf, most: int, *, step: int) -> Records:
     """Up to `most` samples, spread evenly over the step's (prompt, sample) order; those that are gone are left out."""
     everything = [(group.prompt, sample) for group in groups.groups for sample in group.samples]
     count = min(most, len(everything))
@@ -133,14 +134,23 @@ def completion_records(groups: StepGroups, text_of: TextOf, most: int, *, step: 
             "row": prompt.place,
             "sample_index": sample.sample_index,
             "prompt": prompt.text,
-            "response": text,
+            "response": response.text,
             "reward": sample.reward,
             "components": sample.components,
             "advantage": sample.advantage,
             "length": sample.length,
             "finish_reason": sample.finish_reason,
             "policy_version": groups.step,
+            **episode_record(sample.episode, response),
         }
         for prompt, sample in chosen
-        if (text := text_of(sample)) is not None
+        if (response := response_of(sample)) is not None
     ]
+
+
+def episode_record(episode: Episode | None, response: Response) -> dict[str, Any]:
+    """What is written of a trajectory's turns: "observed", characters [from, to) of the response that its environment
+    gave, "turn_rewards" and "failure", why it has no reward; nothing where there is no environment."""
+    if episode is None:
+        return {}
+    return {"observed": response.observed, "turn_rewards": episode.turn_rewards, "failure": episode.failure}

@@ -5,12 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infsample_rl.config import Config, ModelConfig
 from infsample_rl.model.hub import cached_only, not_found
+from infsample_rl.types import Completion
+
+
+class Response(NamedTuple):
+    """A completion's text."""
+
+    text: str
+    observed: list[tuple[int, int]]  # characters [from, to) that an environment gave
 
 
 def load_tokenizer(model: ModelConfig, setting: str = "model.path") -> PreTrainedTokenizerBase:
@@ -55,3 +64,18 @@ def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop
     """A response as text, without special tokens, up to the first place where a stop string begins."""
     text: Any = tokenizer.decode(token_ids, skip_special_tokens=True)  # a str, for one list of ids
     return text[: min((place for place in map(text.find, stop_strings) if place >= 0), default=len(text))]
+
+
+def read_response(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_strings: Sequence[str]) -> Response:
+    """The text that rewards see, and where an environment speaks in it."""
+    text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
+    observed, end = [], 0
+    if completion.episode is not None:
+        turns = np.flatnonzero(np.diff(completion.sampled)) + 1
+        for ids, is_sampled in zip(
+            np.split(completion.token_ids, turns), np.split(completion.sampled, turns), strict=True
+        ):
+            start, end = end, end + len(response_text(tokenizer, ids.tolist()))
+            if not is_sampled[0]:
+                observed.append((start, end))
+    return Response(text, observed)

@@ -11,7 +11,7 @@ import pytest
 
 from infsample_rl.commands import chat, evaluate
 from infsample_rl.commands.chat import Chat, ChatOptions, chat_config, talk
-from infsample_rl.commands.evaluate import mean_over_problems, pass_at_k
+from infsample_rl.commands.estimates import mean_over_problems, pass_at_k
 from infsample_rl.types import Completion, Prompt
 
 REWARD = (
@@ -50,6 +50,36 @@ def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsy
     assert evaluate.main([*arguments, "samples=4", "run.eval_prompts=2"]) == 0
     shown = capsys.readouterr().out
     assert "pass@4" in shown and "over problems" in shown and "a sample passes at a reward of 0.5" in shown
+
+
+GAME = """
+class Game:
+    def reset(self, seed=0, options=None):
+        self.turns = 0
+        return f"Of {options['answer']}."
+
+    def step(self, action):
+        self.turns += 1
+        assert "!" not in action
+        return f"turn {self.turns}", 0.25, self.turns == 2, False, {}
+"""
+
+
+def test_trajectories_of_several_turns_are_evaluated_with_what_their_environment_gave(arguments, tmp_path, capsys):
+    game, out = tmp_path / "game.py", tmp_path / "completions.jsonl"
+    game.write_text(GAME)
+    own = ["reward.functions=[environment]", "rollout.max_new_tokens=96", f"rollout.stop_token_ids={list(range(48))}"]
+    code = evaluate.main([*arguments[:2], *own, f"environment.factory={game}:Game", "samples=4", f"out={out}"])
+    shown = capsys.readouterr()
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    failed = [record for record in records if record["failure"]]
+    assert len(records) == 20 and code == bool(failed), shown.err
+    assert all("AssertionError" in record["failure"] and record["reward"] is None for record in failed)
+    whole = [record for record in records if record["turn_rewards"] == [0.25, 0.25]]
+    assert len(whole) > 5 and all(record["reward"] == 0.5 for record in whole) and "Of 1." in records[0]["prompt"]
+    for record in whole:
+        [(start, end)] = record["observed"]  # of the last turn nothing is read any more
+        assert "turn 1" in record["response"][start:end] and "turn 1" not in record["response"][:start]
 
 
 def test_a_failed_reward_never_passes():

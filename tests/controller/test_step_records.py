@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,11 +12,12 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.step_records import (
     completion_records,
+    response_reader,
     sample_records,
-    text_reader,
 )
 from infsample_rl.model.tokenizer import load_tokenizer
-from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
+from infsample_rl.observe.report.samples import LONGEST_TEXT, shortened, shown_places
+from infsample_rl.types import Completion, Episode, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
 
 CONFIG = load_config([])
 TOKENIZER = load_tokenizer(CONFIG.model)
@@ -58,7 +60,7 @@ def fetched(key: int) -> list[Completion]:
 
 
 def test_a_record_says_who_decoded_when_and_what_came_of_it():
-    (record,) = sample_records(book(), text_reader(fetched, TOKENIZER, []), step=3)
+    (record,) = sample_records(book(), response_reader(fetched, TOKENIZER, []), step=3)
     first = {
         "sample_index": 0, "length": 4, "finish_reason": "length", "reward": None, "worker": 5, "forecast": None,
         "text": " knight. knave.",
@@ -81,14 +83,41 @@ def test_a_record_says_who_decoded_when_and_what_came_of_it():
 
 
 def test_texts_that_are_gone_are_none():
-    text_of = text_reader(lambda key: None, TOKENIZER, [])
-    (record,) = sample_records(book(), text_of, step=3)
+    response_of = response_reader(lambda key: None, TOKENIZER, [])
+    (record,) = sample_records(book(), response_of, step=3)
     assert [sample["text"] for sample in record["samples"]] == [None, None]
-    assert completion_records(book(), text_of, 4, step=3) == []
+    assert completion_records(book(), response_of, 4, step=3) == []
 
 
 @pytest.mark.parametrize(("strings", "text"), [([], " knight. knave."), ([" knave", "."], " knight")])
 def test_completions_show_the_text_rewards_saw(strings, text):
-    records = completion_records(book(), text_reader(fetched, TOKENIZER, strings), 2, step=3)
+    records = completion_records(book(), response_reader(fetched, TOKENIZER, strings), 2, step=3)
     assert [(record["response"], record["prompt_index"]) for record in records] == [(text, 0), (text, 1)]
     assert records[0]["reward"] is None and records[0]["length"] == 4 and records[0]["policy_version"] == 0
+
+
+def test_what_an_environment_said_is_found_in_the_text_also_in_what_is_left_of_a_long_one():
+    turns = [" knight.", " Zoe is?", " knave.<|im_end|>"]
+    ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in turns]
+    logprobs = np.concatenate([np.full(len(own), np.nan if turn == 1 else 0.0) for turn, own in enumerate(ids)])
+    episode = Episode(reward=1.0, failure="", turns=2, calls=0, waited_s=0.0, turn_rewards=[0.25, 0.75])
+    groups = book()
+    for group in groups.groups:
+        for sample in group.samples:
+            sample.episode = episode
+
+    def trajectories(key: int) -> list[Completion]:
+        found = {"token_ids": np.array(sum(ids, []), np.int32), "logprobs": logprobs.astype(np.float32)}
+        return [dataclasses.replace(each, **found, episode=episode) for each in fetched(key)]
+
+    record = completion_records(groups, response_reader(trajectories, TOKENIZER, []), 1, step=3)[0]
+    [(start, end)] = record["observed"]
+    assert record["response"][start:end] == " Zoe is?" and record["response"] == " knight. Zoe is? knave."
+    assert record["turn_rewards"] == [0.25, 0.75] and json.loads(json.dumps(record))["observed"] == [[start, end]]
+
+    text = "".join(chr(33 + place % 90) for place in range(LONGEST_TEXT * 2))
+    half = LONGEST_TEXT // 2
+    places = [(3, 9), (half - 5, half + 5), (half + 9, half + 12), (half + 7, 3 * half + 8), (len(text) - 9, len(text))]
+    shown = [shortened(text)[start:end] for start, end in shown_places(places, len(text))]
+    assert shown == [text[3:9], text[half - 5 : half], text[3 * half : 3 * half + 8], text[-9:]]
+    assert shown_places(places[:1], 12) == [[3, 9]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ BARS = ("sample_index", "length", "finish_reason", "reward", "worker", "forecast
 
 
 def choose_completions(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    """{"rows": [FIELDS, "kinds", "prompt" (its place in prompts), "response"], "prompts": without repetition,
-    "recorded": all in the file}; None where nothing was recorded.
+    """{"rows": [FIELDS, "kinds", "prompt" (its place in prompts), "response", "observed", "turn_rewards"], "prompts":
+    without repetition, "recorded": all in the file}; None where nothing was recorded.
 
     As many as fit into TEXT_CHARACTERS: every step's best (kind b) and worst (w), up to half of it, and a random choice
     (r) that is blind to both.
@@ -34,6 +35,8 @@ def choose_completions(path: Path, notes: list[str]) -> dict[str, Any] | None:
             texts = {
                 "prompt": prompts.setdefault(shortened(record["prompt"]), len(prompts)),
                 "response": shortened(record["response"]),
+                "observed": shown_places(record.get("observed", ()), len(record["response"])),
+                "turn_rewards": record.get("turn_rewards", []),
             }
             rows.append({name: record[name] for name in FIELDS} | {"kinds": completion["kinds"]} | texts)
     return {"rows": rows, "prompts": list(prompts), "recorded": len(recorded)} if rows else None
@@ -85,6 +88,17 @@ def shortened(text: str) -> str:
         return text
     half = LONGEST_TEXT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"
+
+
+def shown_places(places: Iterable[Iterable[int]], characters: int) -> list[list[int]]:
+    """Places [from, to) of a text of so many characters in what shortened() leaves of it."""
+    if characters <= LONGEST_TEXT:
+        return [list(place) for place in places]
+    half = LONGEST_TEXT // 2
+    rest, left_out = characters - half, characters - len(shortened("." * characters))
+    begins = ([start, min(end, half)] for start, end in places if start < half)
+    ends = ([max(start, rest) - left_out, end - left_out] for start, end in places if end > rest)
+    return [*begins, *ends]
 
 
 def choose_timelines(path: Path, notes: list[str]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class _State:
     turns: int = 0
     calls: int = 0
     begun: int = 0  # tokens before the turn that is sampled
-    reward: float = 0.0  # so far, of gymnasium's form
+    rewards: list[float] = field(default_factory=list)  # of turns, in gymnasium's form
     is_last: bool = False  # no turn is sampled any more
     names: tuple[str, ...] = ()  # of the tools that have been asked
     asked_at: float = 0.0
@@ -80,7 +80,7 @@ class Episodes:
             if is_new:
                 self._ask(state, "act", self._tokenizer.decode(turn, skip_special_tokens=True))
             else:  # its last observation had no room
-                self._finish(state, state.reward)
+                self._finish(state, sum(state.rewards))
             return
         found = self._template.parse(self._tokenizer.decode(turn)) if is_new and not state.is_last else None
         if found is None or not (found.calls or found.problem):
@@ -136,9 +136,9 @@ class Episodes:
         elif "said" not in reply:
             self._finish(state, reply["reward"])
         elif "ended" in reply:
-            state.reward += reply["reward"]
+            state.rewards.append(reply["reward"])
             if reply["ended"] or state.is_last:
-                self._finish(state, state.reward)
+                self._finish(state, sum(state.rewards))
             else:
                 self._observe(state, [{"role": "user", "content": reply["said"]}])
         else:
@@ -154,7 +154,14 @@ class Episodes:
     def _finish(self, state: _State, reward: float | None, failure: str = "") -> None:
         self._environments.end(state.key)
         del self._of_key[state.key], self._of_sample[state.sample]
-        episode = Episode(reward=reward, failure=failure, turns=state.turns, calls=state.calls, waited_s=state.waited_s)
+        episode = Episode(
+            reward=reward,
+            failure=failure,
+            turns=state.turns,
+            calls=state.calls,
+            waited_s=state.waited_s,
+            turn_rewards=state.rewards,
+        )
         self._ready.append(Answer(state.sample, [], episode))
 
     def _cut(self, text: str) -> str:

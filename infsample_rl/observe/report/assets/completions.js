@@ -86,6 +86,17 @@ function completionList(found) {
   ];
 }
 
+// what was sampled, and between it, quieter, what an environment said
+function turns(item) {
+  const pieces = [];
+  let end = 0;
+  for (const [from, to] of item.observed) {
+    pieces.push(item.response.slice(end, from), el('span', { class: 'observed', title: 'observed' }, item.response.slice(from, to)));
+    end = to;
+  }
+  return [...pieces, item.response.slice(end)];
+}
+
 function completion(item, prompt) {
   const names = { b: 'best', w: 'worst', r: 'random' },
     parts = Object.entries(item.components);
@@ -97,6 +108,7 @@ function completion(item, prompt) {
     plural(item.length, 'token'),
     item.finish_reason === 'length' ? 'cut at the maximum' : 'ended by itself',
   ];
+  if (item.turn_rewards.length > 1) facts.push(`rewards of turns ${item.turn_rewards.map(text).join(', ')}`);
   const head = el(
     'header',
     {},
@@ -112,7 +124,7 @@ function completion(item, prompt) {
           parts.map(([name, value]) => el('span', {}, `${name}: ${value === null ? 'failed' : text(value)}`)),
         )
       : null;
-  const response = el('pre', { class: 'text clipped', dir: 'auto' }, item.response || '(empty)');
+  const response = el('pre', { class: 'text clipped', dir: 'auto' }, item.response ? turns(item) : '(empty)');
   const more = el(
     'button',
     {
