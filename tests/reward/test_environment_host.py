@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import site
 import time
+import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,6 +263,29 @@ def test_functions_alone_are_tools(file):
     try:
         assert host.opening(0, {}) == ""
         assert asked(host, "call", [("double", {"number": 4})]) == {"said": ["8"], "failed": 0}
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize("isolation", ["limits", "sandbox"])
+def test_another_interpreter_runs_them_with_its_own_libraries(tmp_path, isolation):
+    """As that of the driver, where this process has vLLM's."""
+    venv.create(tmp_path / "other", symlinks=True)
+    (site_packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    (site_packages / "ours.pth").write_text("\n".join(site.getsitepackages()))
+    (site_packages / "only_there.py").write_text("NAME = 'found'")
+    (tmp_path / "tools").mkdir()
+    file = tmp_path / "tools" / "tools.py"
+    file.write_text(
+        'import sys\n\n\ndef where() -> str:\n    """Says where it runs."""\n'
+        "    import only_there\n    return sys.executable + only_there.NAME\n"
+    )
+    config = config_of(tools=[f"{file}:where"])
+    reward = replace(config.reward, isolation=isolation, read_paths=site.getsitepackages())
+    python = str(tmp_path / "other" / "bin" / "python")
+    host = EnvironmentHost(replace(config, reward=reward), python)
+    try:
+        assert asked(host, "call", [("where", {})]) == {"said": [python + "found"], "failed": 0}
     finally:
         host.close()
 

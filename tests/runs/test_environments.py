@@ -30,6 +30,7 @@ class Guess:
         return f"it says {said}", said / 7, self.turns == 3, False, {}
 '''
 STOPS = list(range(40, 140, 4))
+POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,19 @@ def test_trajectories_are_trained_and_their_observations_are_not(plain):
 )
 def test_no_bit_changes_with(train, settings, plain, changes):
     assert without_waits(train(*settings, *changes)) == without_waits(plain)
+
+
+@pytest.mark.slow
+def test_with_vllm_every_trajectory_is_the_same(train, settings):
+    """A turn is a request of its own, with all tokens so far."""
+    own = [*settings, f"model.path={POLICY}", f"rollout.stop_token_ids={list(range(20, 90, 6))}"]
+    plain, with_vllm = (train(*own, f"rollout.engine={engine}") for engine in ("native", "vllm"))
+    for row, wanted in zip(without_waits(with_vllm), without_waits(plain), strict=True):
+        for name in ("response/tokens", "reward/mean", "environment/turns_mean", "environment/observed_tokens"):
+            assert row[name] == wanted[name] > 0, name
+        assert row["learner/grad_norm"] == pytest.approx(wanted["learner/grad_norm"], rel=1e-3)
+    assert all(row["rollout/engine_preemptions"] == 0 for row in with_vllm.rows)
+    assert all(row["environment/turns_mean"] > 1 for row in plain.rows)
 
 
 @pytest.mark.slow

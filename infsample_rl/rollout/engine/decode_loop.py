@@ -15,14 +15,12 @@ from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
 from infsample_rl.rollout.engine.decode_step import DecodeStep, Drafts, Rows
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
 from infsample_rl.rollout.engine.speculation import Speculation
-from infsample_rl.rollout.engine.turns import Turns
+from infsample_rl.rollout.engine.turns import Turns, TurnTaking
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion, MaybeNone
-
-WAIT_S = 0.2  # for an environment, before a stream looks whether it was halted
 
 
 class DecodeLoop:
@@ -51,10 +49,11 @@ class DecodeLoop:
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.run_ahead = run_ahead and not keeps_first
         self.stats = RolloutStats()
-        self.speculation, self.turns = speculation, turns
+        self.speculation = speculation
+        truncates = micro_groups.truncates
+        self.turns = None if turns is None else TurnTaking(turns, planner, truncates=truncates, ended=self._end)
         self._launched: _Launched | MaybeNone = None
         self._rows: Rows = []
-        self._is_idle = False  # all samples that are left are away
 
     @property
     def is_done(self) -> bool:
@@ -64,13 +63,14 @@ class DecodeLoop:
     def step(self) -> list[list[Completion]]:
         """One running step (more when KV is computed again); the micro-groups it completes."""
         speculation = None if self.speculation is None or self.speculation.rest() else self.speculation
-        answered = self._take_answers()
+        answered = self.turns is not None and self.turns.take()
         plan = self.planner.repeat_step() if speculation is None and not answered and self._may_run_ahead() else None
         if plan is None:
             self._collect()
             if not self.planner.is_done:
                 planned = self.planner.next_step()
-                self._is_idle = not planned.rows
+                if self.turns is not None:
+                    self.turns.is_idle = not planned.rows
                 if planned.rows:
                     self._carry_out(planned)
                     self._launched = self._launch(speculation)
@@ -97,30 +97,6 @@ class DecodeLoop:
             self.speculation.close()
         if self.turns is not None:
             self.turns.close()
-
-    def _take_answers(self) -> bool:
-        """Go on with samples that were away, or end them, as they are answered; whether any was. Waits for one where
-        nothing else is left to do."""
-        if self.turns is None:
-            return False
-        planner = self.planner
-        answers = self.turns.take(wait_s=WAIT_S if self._is_idle else 0.0)
-        for sample, observed, episode in answers:
-            room = planner.max_new_tokens - len(sample.tokens)
-            if episode is None and len(observed) < room:
-                sample.tokens.extend(observed)
-                sample.logprobs.extend([math.nan] * len(observed))
-                sample.sampling_logprobs.extend([math.nan] * (len(observed) if self.micro_groups.truncates else 0))
-                sample.finish_reason = ""
-                planner.take_back(sample, len(observed))
-            elif episode is None:  # no token could be sampled behind it
-                sample.finish_reason = "length"
-                self.turns.end(sample, "length")
-            else:
-                sample.episode = episode
-                self._end([sample])
-                planner.end_away(sample)
-        return bool(answers)
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
@@ -192,9 +168,7 @@ class DecodeLoop:
             self._end(ended)
             self.planner.end_step(ended)
         else:
-            for sample in ended:
-                self.planner.send_away(sample)
-                self.turns.end(sample, sample.finish_reason)
+            self.turns.send_away(ended)
             self.planner.end_step([])
         self._drop_groups()
 

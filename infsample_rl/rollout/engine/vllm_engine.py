@@ -166,8 +166,6 @@ class VLLMEngine(RolloutEngine):
 
     def _new_loop(self, call: Call) -> VLLMLoop:
         groups, config, temperature, _, watch, turns = call
-        if turns is not None:
-            raise ValueError("rollout.engine=vllm samples single turns alone; set rollout.engine=native")
         truncates = truncates_at(temperature, config.top_p, config.top_k, config.min_p, len(self.tokenizer))
         options = {"temperature": temperature, "logprobs": int(truncates), "detokenize": False, "ignore_eos": True}
         sampling, delta = self._vllm.SamplingParams, self._vllm.sampling_params.RequestOutputKind.DELTA
@@ -179,7 +177,7 @@ class VLLMEngine(RolloutEngine):
         planner = self._new_planner(call, Parking(UNBOUNDED), parks=False)
         micro_groups = MicroGroups(groups, config.micro_group, self.policy_version, truncates=truncates)
         engine, stops, page_bytes = self._llm.llm_engine, self._stop_rule(config), self._page_bytes
-        return VLLMLoop(engine, params_of, planner, stops, micro_groups, page_bytes, self._preempted, watch)
+        return VLLMLoop(engine, params_of, planner, stops, micro_groups, page_bytes, self._preempted, watch, turns)
 
     def _load(
         self,

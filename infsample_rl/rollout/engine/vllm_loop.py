@@ -9,8 +9,9 @@ from typing import Any
 
 from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
 from infsample_rl.rollout.engine.length_source import Watch
+from infsample_rl.rollout.engine.turns import Turns, TurnTaking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
-from infsample_rl.rollout.schedule.step_planner import StepPlanner
+from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion
 
 MOST_STEPS_IN_VAIN = 1000  # a batch holds the longest prompt, so that a few are enough
@@ -33,9 +34,11 @@ class VLLMLoop:
         page_bytes: int,
         preemptions: Callable[[], int],
         watch: Watch | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`vllm_engine`: a vllm.LLMEngine. `params_of`: the SamplingParams of (noise key, tokens that it has, tokens to
-        come). `preemptions`: how many vLLM has made so far. `watch`: learns the lengths of what ends."""
+        come). `preemptions`: how many vLLM has made so far. `watch`: learns the lengths of what ends. `turns`: what
+        answers a sample that has ended a turn."""
         self._preemptions, self._preempted_before = preemptions, preemptions()
         self._engine, self._params_of, self._page_bytes = vllm_engine, params_of, page_bytes
         self.planner, self._stops, self._micro_groups, self._watch = planner, stops, micro_groups, watch
@@ -44,7 +47,10 @@ class VLLMLoop:
         self._samples: dict[str, Sample] = {}  # by request
         self._counted, self._finished = set[str](), set[str]()  # requests whose first, whose last token has come
         self._prefilled: set[PromptGroup] = set()
+        self._computed = dict[Sample, int]()  # tokens whose KV a request had computed when it was taken back
         self._recomputed = self._steps_in_vain = 0
+        truncates = micro_groups.truncates
+        self._turns = None if turns is None else TurnTaking(turns, planner, truncates=truncates, ended=self._end)
 
     @property
     def is_done(self) -> bool:
@@ -54,7 +60,28 @@ class VLLMLoop:
     def step(self) -> list[list[Completion]]:
         """One running step; the micro-groups it completes. A row that vLLM gives no token yet, as while a long prompt
         is computed in parts, gets it in a later one."""
-        plan = self.planner.next_step()
+        if self._turns is not None:
+            self._turns.take()
+        if not self.is_done:  # what was taken may have been the end of the last sample
+            plan = self.planner.next_step()
+            if plan.rows:
+                self._run(plan)
+            if self._turns is not None:
+                self._turns.is_idle = not plan.rows
+        self.stats.read(self.planner, self._page_bytes)
+        self.stats.parked_tokens, self.stats.recomputed_tokens = 0, self._recomputed
+        if self.is_done:
+            self._check_preemptions()
+        return self._micro_groups.take()
+
+    def free(self) -> None:
+        """Let go of all samples and KV."""
+        self._withdraw(list(self._requests))
+        self.planner.drop_all()
+        if self._turns is not None:
+            self._turns.close()
+
+    def _run(self, plan: StepPlan) -> None:
         if plan.rows_changed:
             self._micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1)
             self._withdraw([sample for sample in self._requests if sample.slot < 0])
@@ -72,21 +99,20 @@ class VLLMLoop:
             elif reason := self._stops.reason(sample.tokens):
                 sample.finish_reason = reason
                 ended.append(sample)
-                if self._watch is not None:
-                    self._watch.ended(sample, len(sample.tokens), cut=reason == "length")
         self._withdraw(ended)
         self._micro_groups.stays.end(ended, self.planner.running_steps)
-        self.planner.end_step(ended)
-        self.stats.read(self.planner, self._page_bytes)
-        self.stats.parked_tokens, self.stats.recomputed_tokens = 0, self._recomputed
-        if self.is_done:
-            self._check_preemptions()
-        return self._micro_groups.take()
+        if self._turns is None:
+            self._end(ended)
+            self.planner.end_step(ended)
+        else:
+            self._turns.send_away(ended)
+            self.planner.end_step([])
 
-    def free(self) -> None:
-        """Let go of all samples and KV."""
-        self._withdraw(list(self._requests))
-        self.planner.drop_all()
+    def _end(self, samples: list[Sample]) -> None:
+        """Tell who watches samples that they have ended."""
+        for sample in samples:
+            if self._watch is not None:
+                self._watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
 
     def _check_preemptions(self) -> None:
         """RuntimeError where vLLM ran out of blocks: the planner counts at least as many as it takes."""
@@ -106,6 +132,7 @@ class VLLMLoop:
     def _withdraw(self, samples: list[Sample]) -> None:
         """Take back the requests of these samples; one whose last token has come is gone already."""
         requests = [self._requests.pop(sample) for sample in samples]
+        self._computed.update({sample: len(sample.group.prompt_ids) + len(sample.tokens) - 1 for sample in samples})
         for request in requests:
             del self._samples[request]
         unfinished = [request for request in requests if request not in self._finished]
@@ -136,7 +163,7 @@ class VLLMLoop:
         """Tokens of a request's prompt whose KV had been computed before, and was not found any more."""
         group = sample.group
         if sample.tokens:
-            known = len(group.prompt_ids) + len(sample.tokens) - 1
+            known = self._computed[sample]
         else:
             known = len(group.prompt_ids) - group.own_tokens if group in self._prefilled else 0
         self._prefilled.add(group)

@@ -10,11 +10,13 @@ import pytest
 
 from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout.engine.call import MicroGroups, StopRule
+from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
 from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from infsample_rl.types import Episode
 
 
 class StandIn:
@@ -71,7 +73,7 @@ class StandIn:
         return outputs
 
 
-def new_loop(draw, schedule, engine, lengths, prompts, pages, cap):
+def new_loop(draw, schedule, engine, lengths, prompts, pages, cap, turns=None):
     """A loop whose samples end at these lengths."""
     by_budget = schedule == "token_budget"
     slots = draw.randint(1, 5)
@@ -97,7 +99,7 @@ def new_loop(draw, schedule, engine, lengths, prompts, pages, cap):
     )
     params = lambda key, begun, left: {"noise": (key, begun), "max_tokens": left}  # noqa: E731
     micro_groups = MicroGroups(groups, 3, 0, truncates=False)
-    return VLLMLoop(engine, params, planner, StopRule(cap, ends, None), micro_groups, 8, lambda: 0)
+    return VLLMLoop(engine, params, planner, StopRule(cap, ends, None), micro_groups, 8, lambda: 0, turns=turns)
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.3])
@@ -126,6 +128,60 @@ def test_the_planner_counts_at_least_the_blocks_that_vllm_takes(schedule, slow):
         preempted += loop.stats.preemptions
         assert loop.stats.recomputed_tokens <= loop.stats.sent_tokens - loop.stats.cached_tokens
     assert (preempted > 20) == (schedule == "token_budget")
+
+
+def test_turns_are_sent_again_with_what_was_observed_and_only_what_had_been_computed_counts_as_recomputed():
+    """Samples that end turns at two places; after a turn some tokens are observed, at once or later."""
+    observed, away = [9_001, 9_002, 9_003], 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        block, cap = draw.choice([1, 4, 16]), 40
+        prompts = [[place] + [7] * draw.randint(0, 40) for place in range(draw.randint(1, 3))]
+        lengths = [[draw.randint(12, cap) for _ in range(6)] for _ in prompts]
+        pages = -(-max(map(len, prompts)) // block) + -(-cap // block) + draw.choice([1, 3, draw.randint(1, 60)])
+        engine, turns = StandIn(block, 0.2, seed), Answering(observed, seed)
+        loop = new_loop(draw, "token_budget", engine, lengths, prompts, pages, cap, turns)
+        for key in [100 * (50 * place + sample) for place in range(len(prompts)) for sample in range(6)]:
+            loop._stops.stop_token_ids.add(key + 4)
+        done = {}
+        while not loop.is_done:
+            for micro_group in loop.step():
+                done |= {(each.prompt_index, each.sample_index): each for each in micro_group}
+            away += bool(loop.planner.away)
+        assert engine.peak <= pages and not engine.requests and not turns.owed
+        for (place, sample), completion in done.items():
+            base = 100 * (50 * place + sample)
+            first, rest = list(range(base, base + 5)), list(range(base + 8, base + lengths[place][sample]))
+            assert completion.token_ids.tolist() == first + observed + rest
+            assert (~completion.sampled).nonzero()[0].tolist() == [5, 6, 7] and completion.episode.turns == 2
+        assert len(done) == sum(map(len, lengths))
+        # of every turn that was sent again 4 tokens at least had not been computed: an observation, and a stop token
+        computed = loop.stats.sent_tokens - loop.stats.cached_tokens
+        assert 0 < loop.stats.recomputed_tokens <= computed - 4 * len(done)
+    assert away > 100
+
+
+class Answering:
+    """Observes the same after a first turn, soon or later, and ends a sample after its second."""
+
+    def __init__(self, observed, seed):
+        self.observed, self.dice, self.owed, self.turns = observed, random.Random(seed), [], Counter()
+
+    def end(self, sample, reason):
+        self.turns[sample] += 1
+        is_last = self.turns[sample] == 2
+        episode = Episode(reward=1.0, failure="", turns=2, calls=0, waited_s=0.0) if is_last else None
+        self.owed.append([self.dice.randint(0, 4), Answer(sample, [] if is_last else self.observed, episode)])
+
+    def take(self, *, wait_s):
+        for entry in self.owed:
+            entry[0] -= 1
+        ready = [answer for left, answer in self.owed if left < 0]
+        self.owed = [entry for entry in self.owed if entry[0] >= 0]
+        return ready
+
+    def close(self):
+        pass
 
 
 def test_what_ends_teaches_lengths():
