@@ -18,8 +18,9 @@ class EnvironmentConfig:
 
     factory: str | None = setting(
         None,
-        "the environment's class, as path/to/file.py:Class: TRL's form (reset(**row), its public methods as tools, "
-        "get_reward()) or gymnasium's (reset(seed, options), step(action)); none: a response has one turn",
+        "the environment's class, or a function that makes one, as path/to/file.py:Class: TRL's form (reset(**row), "
+        "its public methods as tools, get_reward()) or gymnasium's (reset(seed, options), step(action)); none: a "
+        "response has one turn",
     )
     tools: list[str] = setting([], "functions that the model may call, as path/to/file.py:function, without a state")
     max_turns: int = setting(16, "turns of a trajectory that the policy samples", low=1, read_if=_is_set)

@@ -81,7 +81,7 @@ class Maker:
         self.path = (config.factory or config.tools[0]).rpartition(":")[0]
         self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
         self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
-        made = None if self.factory is None else self.factory
+        made = self.factory if self.factory is None or inspect.isclass(self.factory) else self._first()
         self.form = GYMNASIUM if callable(getattr(made, "step", None)) else TOOLS
         if made is not None and not callable(getattr(made, "reset", None)):
             raise ValueError(f"environment.factory={config.factory} has no method reset")
@@ -91,6 +91,14 @@ class Maker:
         self.schemas = [_schema(function) for function in (*methods, *self.functions)]
         if self.form == TOOLS and not self.schemas:
             raise ValueError(f"environment.factory={config.factory} has neither a public method as a tool nor step")
+
+    def _first(self) -> Any:
+        """The class of what a function makes. ValueError in one line for one that raises."""
+        assert self.factory is not None
+        try:
+            return type(self.factory())
+        except Exception as error:
+            raise ValueError(f"environment.factory: {describe_error(error, os.path.abspath(self.path))}") from None
 
     def make(self) -> Any:
         """A new environment; None where there are functions alone."""

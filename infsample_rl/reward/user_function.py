@@ -22,7 +22,7 @@ def import_function(path: str, name: str) -> Callable[..., Any]:
 
 def import_name(path: str, name: str, setting: str) -> Callable[..., Any]:
     """What a setting names of the file `path`, imported under a private module name: a function, or of
-    environment.factory a class. ValueError in one line if it cannot be had."""
+    environment.factory a class, or what makes one's instances. ValueError in one line if it cannot be had."""
     kind, is_kind = ("class", inspect.isclass) if setting == "environment.factory" else ("function", inspect.isfunction)
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "."
@@ -30,7 +30,7 @@ def import_name(path: str, name: str, setting: str) -> Callable[..., Any]:
         raise ValueError(f"{setting}: no file {path}{_nearest(os.path.basename(path), there)}")
     module = _import_file(path, setting)
     found = vars(module).get(name)
-    if not callable(found) or inspect.isclass(found) != (kind == "class"):
+    if not callable(found) or (inspect.isclass(found) and kind == "function"):
         own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
         plural = "classes" if kind == "class" else "functions"
         listed = f"its {plural} are {', '.join(own) or 'none'}{_nearest(name, own)}"

@@ -267,6 +267,21 @@ def test_functions_alone_are_tools(file):
         host.close()
 
 
+def test_a_function_may_make_them(file):
+    path = file.with_name("made.py")
+    path.write_text(
+        file.read_text() + "\n\ndef make():\n    made = Counter()\n    made.note = 'made'\n    return made\n\n\n"
+        "def fails():\n    raise RuntimeError('no licence')\n"
+    )
+    host = EnvironmentHost(config_of(factory=f"{path}:make"))
+    try:
+        assert host.form == "tools" and asked(host, "call", [("add", {"amount": 2})])["said"] == ["The total is 2."]
+    finally:
+        host.close()
+    with pytest.raises(ValueError, match=r"environment.factory: RuntimeError: no licence \(.*made.py:"):
+        EnvironmentHost(config_of(factory=f"{path}:fails"))
+
+
 @pytest.mark.parametrize("isolation", ["limits", "sandbox"])
 def test_another_interpreter_runs_them_with_its_own_libraries(tmp_path, isolation):
     """As that of the driver, where this process has vLLM's."""

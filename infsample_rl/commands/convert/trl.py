@@ -10,6 +10,7 @@ from infsample_rl.commands.convert.conversion import SCHEDULES, Conversion, Row
 from infsample_rl.commands.convert.recording import read_flags, read_yaml, trainer_of, words_of
 from infsample_rl.commands.convert.values import choose, local_path, local_paths, not_negative, positive, texts, truth
 from infsample_rl.config import ALL_PROBLEMS
+from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
@@ -79,6 +80,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     prompt = c.value("max_prompt_length", lambda longest: 1024 if longest is None else positive(longest))
     c.set_lengths(prompt, c.value("max_completion_length", positive, 512), "max_prompt_length max_completion_length")
     _steps(c)
+    _environment(c)
     _rewards(c)
     c.place(c.value("num_processes", positive, 1), "num_processes")
     return c.finish(c.value("report_to", texts), "report_to")
@@ -102,8 +104,9 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         return given, []
     record = trainer_of(script, words[start:], given)
     made, code = _made(record["trainer"])
-    if any(".py:" in name for name in made["reward_funcs"]) and "__name__" not in script.read_text(encoding="utf-8"):
-        code.append('the script trains when its rewards are imported: put that under `if __name__ == "__main__"`')
+    imported = [*made["reward_funcs"], *made.get("tools", []), str(made.get("environment_factory"))]
+    if any(".py:" in name for name in imported) and "__name__" not in script.read_text(encoding="utf-8"):
+        code.append('the script trains when its functions are imported: put that under `if __name__ == "__main__"`')
     given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags
     return {name: value for name, value in given.items() if name not in record["taken"]}, code
 
@@ -119,8 +122,9 @@ def _made(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     made["model_name_or_path"] = given["model"] if isinstance(given.get("model"), str) else None
     for call in [call for call in _calls(given.get("model")) if call["name"].endswith("from_pretrained()")]:
         made |= {"model_name_or_path": next(iter(call["args"]), None)} | call["kwargs"]
-    functions = given.get("reward_funcs")
+    functions = given.get("reward_funcs") or []
     made["reward_funcs"] = list(map(_reward, functions if isinstance(functions, list) else [functions]))
+    made |= {name: given.get(name) for name in ("environment_factory", "tools")}
     code = []
     for call in _calls(given.get("train_dataset")):
         method = call["name"].rpartition(".")[2]
@@ -173,11 +177,28 @@ def _steps(c: Conversion) -> None:
         c.set_warmup("warmup_steps")
 
 
+def _environment(c: Conversion) -> None:
+    """The class or the tools of a script, and how many turns a trajectory may have."""
+    factory, tools, found = c.value("environment_factory"), c.value("tools", texts, []), dict[str, Any]()
+    for name in filter(None, [factory, *tools]):
+        if not isinstance(name, str) or not name.partition(":")[2].isidentifier():
+            c.dropped.append(f"{name} is made by code; write it into a file and set environment.factory or .tools")
+        elif name == factory:
+            found["environment.factory"] = name
+        else:
+            found.setdefault("environment.tools", []).append(name)
+    for ours, made in found.items():
+        c.set(ours, made, "tools" if ours.endswith("tools") else "environment_factory")
+    if found:
+        turns = c.value("max_tool_calling_iterations", lambda calls: 1000 if calls is None else positive(calls) + 1)
+        c.set("environment.max_turns", turns, "max_tool_calling_iterations")
+
+
 def _rewards(c: Conversion) -> None:
     """Rules, functions in files and models of scripts, with their weights."""
     names = c.value("reward_funcs", texts)
     weights = c.value("reward_weights", lambda value: [float(weight) for weight in value or [1.0] * len(names)])
-    functions = []
+    functions = [] if c.ours("environment.factory") is None or names else [{"name": ENVIRONMENT, "weight": 1.0}]
     for theirs, weight in zip(names, weights, strict=True):
         module, _, function = theirs.rpartition(".")
         name = OWN_REWARDS.get(function, theirs) if module in ("", "trl.rewards") else theirs

@@ -78,12 +78,15 @@ def parsed(kinds: Any) -> list[Any]:
 
 
 def as_json(value: Any) -> Any:
-    """A Recorded with all it was made of, a function as FILE.py:NAME, an object by its attributes or as text."""
+    """A Recorded with all it was made of, a function or class as FILE.py:NAME, an object by its attributes or as
+    text."""
     if isinstance(value, Recorded):
         call = {"name": value._name, "of": value._of, "args": value._args, "kwargs": value._kwargs}
         return value._name.removeprefix("torch.") if value._kwargs is None else call
     if isinstance(value, FunctionType):
         return f"{os.path.abspath(value.__code__.co_filename)}:{value.__qualname__}"
+    if isinstance(value, type) and (file := getattr(sys.modules.get(value.__module__), "__file__", None)):
+        return f"{os.path.abspath(file)}:{value.__qualname__}"
     return {"args": [], "kwargs": vars(value)} if isinstance(value, Settings) else str(value)
 
 

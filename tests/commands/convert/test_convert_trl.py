@@ -82,6 +82,23 @@ if __name__ == "__main__":
     trainer.train()
 """
 
+ENVIRONMENT = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+class Wordle:
+    def reset(self, **kwargs) -> str: ...
+    def guess(self, word: str) -> str: ...
+    def get_reward(self) -> float: ...
+
+def lookup(word: str) -> str: ...
+
+if __name__ == "__main__":
+    args = GRPOConfig(max_tool_calling_iterations=5)
+    trainer = GRPOTrainer("a/b", args=args, environment_factory=Wordle, tools=[lookup, lambda word: word])
+    trainer.train()
+"""
+
 COMMAND = """
 MODEL=Qwen/Qwen3-1.7B   # the policy
 python prepare.py
@@ -140,7 +157,7 @@ def test_the_quick_start_of_trl_loses_nothing(convert):
     }
     assert (found.code, found.has(expected), found.functions()) == (0, expected, [("math", 1.0)])
     own = QUICK_START.replace("from trl.rewards import accuracy_reward", "def accuracy_reward(completions): ...")
-    assert "the script trains when its rewards are imported" in convert("trl", "quick.py", own).said
+    assert "the script trains when its functions are imported" in convert("trl", "quick.py", own).said
 
 
 @pytest.mark.parametrize(
@@ -211,3 +228,22 @@ def test_settings_by_their_name(convert, changed, settings, dropped):
 )
 def test_what_cannot_be_converted_is_one_line(refused, text, error):
     assert error in refused("trl", "one.yaml", text)
+
+
+def test_an_environment_and_tools_of_a_script_are_kept(convert, tmp_path):
+    found = convert("trl", "play.py", ENVIRONMENT, "--dataset_name", "c/d")
+    script = tmp_path / "play.py"
+    expected = {
+        "environment.factory": f"{script}:Wordle",
+        "environment.tools": [f"{script}:lookup"],
+        "environment.max_turns": 6,
+    }
+    assert found.has(expected) == expected and found.functions() == [("environment", 1.0)]
+    assert "<lambda> is made by code; write it into a file and set environment.factory or .tools" in found.said
+    assert "reward" not in found.said
+    without = ENVIRONMENT.replace("environment_factory=Wordle, ", "reward_funcs=[len], ").replace("=5", "=None")
+    kept = convert("trl", "play.py", without, "--dataset_name", "c/d", "--reward_funcs", "accuracy_reward")
+    assert kept.has({"environment.max_turns": 0, "environment.tools": 0}) == {
+        "environment.max_turns": 1000,
+        "environment.tools": [f"{script}:lookup"],
+    }
