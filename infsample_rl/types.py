@@ -83,7 +83,9 @@ class Episode:
     turns: int  # that the policy sampled
     calls: int  # of tools
     waited_s: float  # for the environment, in all
-    turn_rewards: list[float] = field(default_factory=list)  # of gymnasium's form, which add up to the reward
+    turn_rewards: list[float] = field(
+        default_factory=list
+    )  # of each where turns are actions; they add up to the reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ JSON, so that the host unpickles nothing a user's code could have made.
     ("call", [(name, arguments)])   ->
                                     <-      {"said": ["...", ...], "failed": 0}, an answer to every call
     ("act", text)                   ->
-                                    <-      {"said": "...", "reward": 0.0, "ended": false}, of gymnasium's form
+                                    <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions
     ("reward",)                     ->
                                     <-      {"reward": 1.0}, null where the environment has none
 """
@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.reward.environment_forms import Acted, Acting, accepted, acting, acts, begins
 from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import as_reward
 from infsample_rl.reward.hidden_values import without_values
@@ -41,7 +42,7 @@ from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.user_function import describe_error, import_name
 
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
-TOOLS, GYMNASIUM = "tools", "gymnasium"
+TOOLS, ACTIONS = "tools", "actions"
 
 
 def main(isolation: Isolation) -> None:
@@ -81,32 +82,43 @@ class Maker:
         self.path = (config.factory or config.tools[0]).rpartition(":")[0]
         self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
         self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
-        made = self.factory if self.factory is None or inspect.isclass(self.factory) else self._first()
-        self.form = GYMNASIUM if callable(getattr(made, "step", None)) else TOOLS
-        if made is not None and not callable(getattr(made, "reset", None)):
+        made = self.factory if self.factory is None or inspect.isclass(self.factory) else self._first(self.factory)
+        self.form = ACTIONS if acts(made) else TOOLS
+        if made is not None and not begins(made):
             raise ValueError(f"environment.factory={config.factory} has no method reset")
-        if self.form == GYMNASIUM and self.functions:
+        if self.form == ACTIONS and self.functions:
             raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}, which has step")
-        methods = [] if made is None or self.form == GYMNASIUM else _tools_of(made)
+        methods = [] if made is None or self.form == ACTIONS else _tools_of(made)
         self.schemas = [_schema(function) for function in (*methods, *self.functions)]
         if self.form == TOOLS and not self.schemas:
             raise ValueError(f"environment.factory={config.factory} has neither a public method as a tool nor step")
 
-    def _first(self) -> Any:
-        """The class of what a function makes. ValueError in one line for one that raises."""
-        assert self.factory is not None
+    def _first(self, factory: Callable[..., Any]) -> Any:
+        """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
+        one line for one that raises."""
         try:
-            return type(self.factory())
+            signature = inspect.signature(factory, eval_str=True)
+            if not signature.parameters:
+                return type(factory())
         except Exception as error:
             raise ValueError(f"environment.factory: {describe_error(error, os.path.abspath(self.path))}") from None
+        made = signature.return_annotation
+        if not inspect.isclass(made) or made is inspect.Signature.empty:
+            name = factory.__name__
+            raise ValueError(
+                f"environment.factory: {name} takes columns: its annotation must say what class it returns"
+            )
+        return made
 
-    def make(self) -> Any:
-        """A new environment; None where there are functions alone."""
-        return None if self.factory is None else self.factory()
+    def make(self, columns: dict[str, Any]) -> Any:
+        """A new environment, of a row where its function asks for columns; None where there are functions alone."""
+        if self.factory is None:
+            return None
+        return self.factory() if inspect.isclass(self.factory) else self.factory(**accepted(self.factory, columns))
 
     def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
         """By their names."""
-        own = [] if made is None or self.form == GYMNASIUM else _tools_of(type(made))
+        own = [] if made is None or self.form == ACTIONS else _tools_of(type(made))
         methods = {each.__name__: getattr(made, each.__name__) for each in own}
         return methods | {function.__name__: function for function in self.functions}
 
@@ -116,6 +128,7 @@ def serve(host: socket.socket, maker: Maker) -> None:
     os.setsid()  # so that it is ended with all it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     made: Any = None
+    actor: Any = None
     runner, tools = asyncio.Runner(), dict[str, Callable[..., Any]]()
 
     def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -127,13 +140,13 @@ def serve(host: socket.socket, maker: Maker) -> None:
             what, *given = pickle.loads(_read(host, struct.unpack("!Q", _read(host, 8))[0]))
             if what == "reset":
                 reply(host.fileno(), {})  # so that the system tells the host whom it talks with
-                made = maker.make()
-                tools = maker.tools(made)
-                reply(host.fileno(), {"said": _opening(call, made, maker.form, *given)})
+                made = maker.make(given[1])
+                tools, actor = maker.tools(made), acting(made, call) if maker.form == ACTIONS else None
+                reply(host.fileno(), {"said": _opening(call, made, actor, *given)})
             elif what == "call":
                 reply(host.fileno(), _answers(call, tools, maker.path, *given))
             elif what == "act":
-                reply(host.fileno(), _acted(*call(made.step, *given)[:4]))
+                reply(host.fileno(), _acted(actor.act(*given)))
             else:
                 reward = call(made.get_reward) if callable(getattr(made, "get_reward", None)) else None
                 reply(host.fileno(), {"reward": None if reward is None else _number(reward)})
@@ -160,15 +173,13 @@ def _read(host: socket.socket, size: int) -> bytes:
     return read
 
 
-def _opening(call: Callable[..., Any], made: Any, form: str, seed: int, columns: dict[str, Any]) -> str:
-    if made is None:
-        return ""
-    parameters = inspect.signature(made.reset).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    given = {"seed": seed} | ({"options": columns} if form == GYMNASIUM else columns)
-    said = call(made.reset, **{name: value for name, value in given.items() if takes_all or name in parameters})
-    if form == GYMNASIUM and isinstance(said, tuple):
-        said = said[0]  # beside it is info
+def _opening(call: Callable[..., Any], made: Any, actor: Acting | None, seed: int, columns: dict[str, Any]) -> str:
+    if actor is not None:
+        said = actor.open(seed, columns)
+    elif made is not None:
+        said = call(made.reset, **accepted(made.reset, {"seed": seed} | columns))
+    else:
+        said = None
     return "" if said is None else _text(said)
 
 
@@ -186,8 +197,8 @@ def _answers(
     return {"said": said, "failed": failed}
 
 
-def _acted(observation: Any, reward: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
-    return {"said": _text(observation), "reward": _number(reward), "ended": bool(terminated or truncated)}
+def _acted(acted: Acted) -> dict[str, Any]:
+    return {"said": _text(acted.said), "reward": _number(acted.reward), "ended": acted.ended}
 
 
 def _number(value: Any) -> float:

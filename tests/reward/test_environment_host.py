@@ -238,7 +238,7 @@ def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
 def test_gymnasiums_form_is_told_by_its_step(file):
     host = EnvironmentHost(config_of(factory=f"{file}:Game"))
     try:
-        assert (host.form, host.tools) == ("gymnasium", [])
+        assert (host.form, host.tools) == ("actions", [])
         assert host.opening(3, {"target": 9}) == "seed 3, 9"
         assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
         host.ask("one", "act", "right")

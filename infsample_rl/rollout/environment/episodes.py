@@ -22,7 +22,7 @@ CUT = "\n[...]\n"  # in the place of what an observation has too much
 class Environments(Protocol):
     """Where environments run, each in a process of its own: reward/environment_host.py."""
 
-    form: str  # "tools" or "gymnasium"
+    form: str  # "tools" or "actions"
     tools: list[dict[str, Any]]
     answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
 
@@ -45,7 +45,7 @@ class _State:
     turns: int = 0
     calls: int = 0
     begun: int = 0  # tokens before the turn that is sampled
-    rewards: list[float] = field(default_factory=list)  # of turns, in gymnasium's form
+    rewards: list[float] = field(default_factory=list)  # of turns, where they are actions
     is_last: bool = False  # no turn is sampled any more
     names: tuple[str, ...] = ()  # of the tools that have been asked
     asked_at: float = 0.0
@@ -76,7 +76,7 @@ class Episodes:
         state.is_last = reason == "length" or state.turns >= self._config.max_turns
         turn = list(sample.tokens[state.begun :])
         state.begun = len(sample.tokens)
-        if self._environments.form == "gymnasium":
+        if self._environments.form == "actions":
             if is_new:
                 self._ask(state, "act", self._tokenizer.decode(turn, skip_special_tokens=True))
             else:  # its last observation had no room

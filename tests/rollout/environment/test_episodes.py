@@ -105,7 +105,7 @@ def test_what_fails_ends_the_episode_without_a_reward():
 
 
 def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
-    episodes, host, tokenizer = make("gymnasium")
+    episodes, host, tokenizer = make("actions")
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
     assert host.asked == [(0, "act", "left")]
@@ -119,7 +119,7 @@ def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
 
 
 def test_an_observation_that_had_no_room_is_no_turn():
-    episodes, host, tokenizer = make("gymnasium")
+    episodes, host, tokenizer = make("actions")
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
     host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
@@ -130,7 +130,7 @@ def test_an_observation_that_had_no_room_is_no_turn():
 
 
 def test_a_long_observation_loses_its_middle():
-    episodes, host, tokenizer = make("gymnasium", max_observation_tokens=16)
+    episodes, host, tokenizer = make("actions", max_observation_tokens=16)
     episodes.end(sampled(tokenizer, "go<|im_end|>"), "stop")
     host.answers.put((0, {"said": "first " + "x" * 100 + " last", "reward": 0, "ended": False}))
     [answer] = episodes.take(wait_s=0)
