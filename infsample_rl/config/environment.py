@@ -33,6 +33,13 @@ class EnvironmentConfig:
         above=0,
         read_if=_is_set,
     )
+    straggler_s: float | None = setting(
+        None,
+        "seconds that a trajectory may wait for its environment in all: one that has waited longer gets no further "
+        "turn and counts as cut, by the clock, so that a run does not repeat; none: any time",
+        above=0,
+        read_if=_is_set,
+    )
     workers: int = setting(8, "calls of one rollout worker's environments at a time", low=1, read_if=_is_set)
 
     def __post_init__(self) -> None:

@@ -70,6 +70,8 @@ class TurnTaking:
                 self._turns.end(sample, "length")
             else:
                 sample.episode = episode
+                if episode.is_straggler:
+                    sample.finish_reason = "length"
                 self._ended([sample])
                 planner.end_away(sample)
         return bool(answers)

@@ -50,6 +50,7 @@ class _State:
     names: tuple[str, ...] = ()  # of the tools that have been asked
     asked_at: float = 0.0
     waited_s: float = 0.0
+    is_straggler: bool = False
 
 
 class Episodes:
@@ -131,6 +132,9 @@ class Episodes:
         if state is None:
             return
         state.waited_s += time.monotonic() - state.asked_at
+        limit, goes_on = self._config.straggler_s, "said" in reply and not (reply.get("ended") or state.is_last)
+        if limit is not None and goes_on and state.waited_s > limit:
+            state.is_last = state.is_straggler = True
         if "said" not in reply and "failed" in reply:
             self._finish(state, None, reply["failed"])
         elif "said" not in reply:
@@ -141,6 +145,8 @@ class Episodes:
                 self._finish(state, sum(state.rewards))
             else:
                 self._observe(state, [{"role": "user", "content": reply["said"]}])
+        elif state.is_last:  # of tools, whose reward has not been asked for
+            self._ask(state, "reward")
         else:
             named = zip(state.names, reply["said"], strict=True)
             self._observe(state, [{"role": "tool", "name": name, "content": said} for name, said in named])
@@ -160,6 +166,7 @@ class Episodes:
             turns=state.turns,
             calls=state.calls,
             waited_s=state.waited_s,
+            is_straggler=state.is_straggler,
             turn_rewards=state.rewards,
         )
         self._ready.append(Answer(state.sample, [], episode))

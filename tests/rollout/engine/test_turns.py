@@ -2,6 +2,7 @@
 same however long answers take and whoever gives way meanwhile."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -111,6 +112,18 @@ def test_an_observation_without_room_for_a_token_ends_the_trajectory(tiny):
         for completion in group:
             assert completion.finish_reason == "length" and len(completion.token_ids) <= 48
             assert completion.sampled[-1], "an observation that nothing follows is not kept"
+
+
+def test_a_straggler_counts_as_cut(tiny):
+    class Late(Answering):
+        def end(self, sample, reason):
+            super().end(sample, reason)
+            wait, (of, observed, episode) = self.owed[-1]
+            if episode is not None:
+                self.owed[-1][1] = Answer(of, observed, replace(episode, is_straggler=True))
+
+    found, *_ = sample(tiny, Late())
+    assert all(completion.finish_reason == "length" for group in found for completion in group)
 
 
 def test_an_engine_waits_where_everything_is_away(tiny):

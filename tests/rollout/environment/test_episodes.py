@@ -118,6 +118,30 @@ def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
     assert episodes.take(wait_s=0)[0].episode.reward == 1.25
 
 
+@pytest.mark.parametrize("form", ["actions", "tools"])
+def test_a_trajectory_that_has_waited_too_long_gets_no_further_turn(form, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(episodes_module.time, "monotonic", lambda: clock[0])
+    episodes, host, tokenizer = make(form, straggler_s=5.0)
+    acts = form == "actions"
+    sample = sampled(tokenizer, "left<|im_end|>" if acts else CALL)
+    reply = {"said": "a wall", "reward": 0.25, "ended": False} if acts else {"said": ["2"], "failed": 0}
+    for seconds in (3.0, 3.0):
+        episodes.end(sample, "stop")
+        clock[0] += seconds
+        host.answers.put((0, reply))
+        found = episodes.take(wait_s=0)
+        for answer in found:
+            sample.tokens.extend(answer.observed)
+        sampled(tokenizer, "right<|im_end|>" if acts else CALL, sample)
+    if not acts:
+        assert found == [] and host.asked[-1] == (0, "reward")
+        host.answers.put((0, {"reward": 0.5}))
+        found = episodes.take(wait_s=0)
+    [answer] = found
+    assert answer.episode.is_straggler and answer.episode.reward == 0.5 and answer.episode.waited_s >= 6
+
+
 def test_an_observation_that_had_no_room_is_no_turn():
     episodes, host, tokenizer = make("actions")
     sample = sampled(tokenizer, "left<|im_end|>")
