@@ -83,6 +83,7 @@ class Episode:
     turns: int  # that the policy sampled
     calls: int  # of tools
     waited_s: float  # for the environment, in all
+    replayed: int = 0  # of what its environment was asked for, answers that were on record from before a crash
     is_straggler: bool = False  # it waited too long and got no further turn
     turn_rewards: list[float] = field(
         default_factory=list

@@ -30,6 +30,7 @@ from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.observe.screen import Screen, aligned
 from infsample_rl.observe.summary import summary
 from infsample_rl.observe.timeline import Timeline
+from infsample_rl.rollout.environment.turn_records import forget_turns
 
 LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phases
 
@@ -92,6 +93,7 @@ class Driver:
                     self.recovery.return_to_checkpoint(str(lost))
             run.cluster.monitor.ask_phases(rollout=True)
             self._draw_phases(wait_s=LAST_PHASES_S)
+            forget_turns(run.run_dir)
             failed = False
         except Terminated:
             self.saver.save_before_the_end()
@@ -150,6 +152,8 @@ class Driver:
                 run.log.log_step(run.step, metrics, completions)
             if run.is_due(run.config.run.checkpoint_every):
                 self.saver.save()
+            elif not run.config.run.checkpoint_every:
+                forget_turns(run.run_dir, run.step)  # a run that goes back begins anew
 
     def _observe_step(self, before: ClusterCounts) -> Metrics:
         """Enter the step that has just ended into metrics and timeline, and ask the workers what they did in it.

@@ -14,6 +14,7 @@ from infsample_rl.controller.ahead import fetch_all, write_ahead
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.observe.phases import phase
+from infsample_rl.rollout.environment.turn_records import forget_turns
 from infsample_rl.types import Completion
 
 
@@ -66,6 +67,7 @@ class CheckpointSaver:
             )
             return
         self.saved_step = self.finished["step"]
+        forget_turns(run.run_dir, self.saved_step)
         for kept in checkpoints.drop_old(run.run_dir, run.config.run.keep_checkpoints):
             run.log.warn_seldom(kept)
         self._seconds = time.time() - started

@@ -72,6 +72,7 @@ def _episode_metrics(samples: list[SampleRecord]) -> Metrics:
         "environment/turns_mean": statistics.fmean(episode.turns for episode in episodes),
         "environment/calls_mean": statistics.fmean(episode.calls for episode in episodes),
         "environment/failed": sum(bool(episode.failure) for episode in episodes),
+        "environment/replayed": sum(episode.replayed for episode in episodes),
         "environment/stragglers": sum(episode.is_straggler for episode in episodes),
         "environment/waited_s_mean": statistics.fmean(episode.waited_s for episode in episodes),
         "environment/observed_tokens": sum(sample.observed for sample in samples),

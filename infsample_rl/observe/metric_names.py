@@ -59,6 +59,7 @@ METRICS = {
     "environment/turns_mean": Metric("turns", "mean of a trajectory's turns that the policy sampled"),
     "environment/calls_mean": Metric("calls", "mean of a trajectory's calls of tools"),
     "environment/failed": Metric("samples", "samples whose environment timed out, died or raised: they have no reward"),
+    "environment/replayed": Metric("answers", "answers of environments that were on record from before a crash"),
     "environment/stragglers": Metric("samples", "samples cut because they waited longer than environment.straggler_s"),
     "environment/waited_s_mean": Metric("s", "mean time that a trajectory waited for its environment in all"),
     "environment/observed_tokens": Metric("tokens", "tokens that environments gave: read, and not trained"),

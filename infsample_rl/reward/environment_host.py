@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -34,6 +34,7 @@ CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, 
 MOST_UNREAD = 1 << 24  # bytes of one reply
 MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
 FORGED = "it wrote into the line of its answers"
+Request = tuple[Any, ...]  # environment_process has them
 _PROGRAM = (
     "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
     "from infsample_rl.reward.keeper import main; "
@@ -97,11 +98,10 @@ class EnvironmentHost:
         self.tools: list[dict[str, Any]] = started["tools"]
         self._threads = ThreadPoolExecutor(own.workers, thread_name_prefix="environments")
 
-    def ask(self, key: Hashable, what: str, *given: Any) -> None:
+    def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
         """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
-        (key, {"failed": why})."""
-        episode = self._episodes[key]
-        self._threads.submit(self._answer, key, episode, what, *given)
+        (key, {"failed": why}). `before`: what one that has no process yet does first."""
+        self._threads.submit(self._answer, key, self._episodes[key], request, list(before))
 
     def open(self, key: Hashable, seed: int, columns: dict[str, Any]) -> None:
         """There is to be an environment of `key`, made when it is first asked."""
@@ -139,13 +139,15 @@ class EnvironmentHost:
         if hasattr(self, "_threads"):
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _answer(self, key: Hashable, episode: _Episode, what: str, *given: Any) -> None:
+    def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Request]) -> None:
         try:
             with episode.lock:
                 if episode.line is None:
                     self._begin(episode)
-                found = self._call(episode, what, *given)
-            if not _is_reply(found, what, *given):
+                    for each in before:
+                        self._call(episode, *each)
+                found = self._call(episode, *request)
+            if not _is_reply(found, *request):
                 raise EnvironmentFailed(FORGED)
         except Exception as error:  # whatever it is, its sample waits for an answer
             self._end(episode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.engines import open_engine
 from infsample_rl.rollout.environment.episodes import Environments, Episodes
+from infsample_rl.rollout.environment.turn_records import TurnRecords, fingerprint
 from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
@@ -60,6 +62,7 @@ class RolloutWorker:
         if environments is not None:
             kwargs, stops = config.data.chat_template_kwargs, self.engine.stop_token_ids
             self._template = TurnTemplate.of(tokenizer, kwargs, environments.tools, stops)
+            self._made_by = fingerprint(config.environment)
         if config.is_deterministic and not self.engine.is_exact:
             warnings.warn(
                 f"samples may differ by rounding from run to run: model.path={config.model.path} has no compiled "
@@ -92,7 +95,7 @@ class RolloutWorker:
             temperature=temperature,
             pause_every=pause_every,
             is_halted=lambda: number <= self._halted,
-            turns=self._turns(work),
+            turns=self._turns(work, step, evaluation=evaluation),
         )
         while True:
             with phase("decode"):
@@ -103,12 +106,16 @@ class RolloutWorker:
                 yield self._header(micro_group, evaluation)
             yield micro_group
 
-    def _turns(self, work: list[RolloutWork]) -> Episodes | None:
+    def _turns(self, work: list[RolloutWork], step: int, *, evaluation: bool) -> Episodes | None:
         """What answers the turns of a stream's samples."""
         if self._environments is None:
             return None
         starts = {item.prompt_index: item.start for item in work if item.start is not None}
-        return Episodes(self._environments, self._template, self.config.environment, starts)
+        own, run_dir = self.config.environment, self.config.run.dir
+        records = None
+        if run_dir is not None:
+            records = TurnRecords(Path(run_dir), step=step, evaluation=evaluation, made_by=self._made_by)
+        return Episodes(self._environments, self._template, own, starts, records)
 
     @phase("sync")
     def load_weights(

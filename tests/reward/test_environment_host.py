@@ -144,7 +144,7 @@ def sleeps(host):
 
 def asked(host, *request, key="one", target=5, end=True):
     host.open(key, 7, {"target": target})
-    host.ask(key, *request)
+    host.ask(key, request)
     reply = answers(host, 1)[key]
     if end:
         host.end(key)
@@ -166,7 +166,7 @@ def test_an_episode_opens_keeps_its_state_and_is_rewarded(host):
     assert host.opening(7, {"target": 5, "unused": 1}) == "Reach 5 from 7."
     reply = asked(host, "call", [("add", {"amount": 2}), ("add", {"amount": 3})], end=False)
     assert reply == {"said": ["The total is 2.", "The total is 5."], "failed": 0}
-    host.ask("one", "reward")
+    host.ask("one", ("reward",))
     assert answers(host, 1)["one"] == {"reward": 1.0}
     host.end("one")
 
@@ -175,7 +175,7 @@ def test_async_methods_are_awaited_and_episodes_run_beside_each_other(host):
     started = time.monotonic()
     for key in range(4):
         host.open(key, 0, {"target": 1})
-        host.ask(key, "call", [("slowly", {"seconds": 1.0})])
+        host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
     assert answers(host, 4) == {key: {"said": ["1.0"], "failed": 0} for key in range(4)}
     assert time.monotonic() - started < 3.5
     for key in range(4):
@@ -193,10 +193,10 @@ def test_what_a_tool_does_wrong_is_said_to_the_model(host, how, said):
 
 def test_a_process_that_ends_costs_its_own_episode(host):
     host.open("other", 1, {"target": 3})
-    host.ask("other", "call", [("add", {"amount": 3})])
+    host.ask("other", ("call", [("add", {"amount": 3})]))
     assert answers(host, 1)["other"]["said"] == ["The total is 3."]
     assert asked(host, "call", [("misbehave", {"how": "exit"})]) == {"failed": "its process ended"}
-    host.ask("other", "reward")
+    host.ask("other", ("reward",))
     assert answers(host, 1)["other"] == {"reward": 1.0}
     host.end("other")
 
@@ -230,7 +230,7 @@ def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
     with pytest.raises(EnvironmentFailed, match="no such target"):
         host.opening(0, {"target": "broken"})
     asked(host, "call", [("add", {"amount": -1})], end=False)
-    host.ask("one", "reward")
+    host.ask("one", ("reward",))
     assert "the reward returned nan" in answers(host, 1)["one"]["failed"]
     host.end("one")
 
@@ -241,10 +241,17 @@ def test_gymnasiums_form_is_told_by_its_step(file):
         assert (host.form, host.tools) == ("actions", [])
         assert host.opening(3, {"target": 9}) == "seed 3, 9"
         assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
-        host.ask("one", "act", "right")
+        host.ask("one", ("act", "right"))
         assert answers(host, 1)["one"]["ended"] is True
     finally:
         host.close()
+
+
+def test_a_process_that_begins_late_does_first_what_had_been_asked_before(host):
+    host.open("late", 7, {"target": 5})
+    host.ask("late", ("call", [("add", {"amount": 1})]), [("call", [("add", {"amount": 2})])] * 2)
+    assert answers(host, 1)["late"]["said"] == ["The total is 5."]
+    host.end("late")
 
 
 def test_a_host_whose_process_is_killed_answers_that_it_is_gone(file):

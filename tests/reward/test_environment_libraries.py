@@ -61,7 +61,7 @@ def play(tmp_path):
             host.open(0, seed, columns)
             replies = []
             for action in actions:
-                host.ask(0, "act", action)
+                host.ask(0, ("act", action))
                 replies.append(host.answers.get(timeout=60)[1])
             return host.opening(seed, columns), replies
         finally:

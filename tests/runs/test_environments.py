@@ -98,3 +98,4 @@ def test_a_rollout_worker_that_is_killed_changes_no_bit(command, settings, plain
     run = tmp_path / "run"
     kill_a_decoding_worker(command(run, *settings), run)
     assert differences(plain.folder, run) == []
+    assert not (run / "turns").exists() and not (plain.folder / "turns").exists(), "needed by nobody any more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.rollout.engine.turns import Answer
+from infsample_rl.rollout.environment.turn_records import Request, TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.types import Episode, EpisodeStart
 
@@ -29,8 +30,9 @@ class Environments(Protocol):
     def open(self, key: Hashable, seed: int, columns: dict[str, Any]) -> None:
         """There is to be an environment of `key`."""
 
-    def ask(self, key: Hashable, what: str, *given: Any) -> None:
-        """Ask it, for a reply that comes into `answers`."""
+    def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
+        """Ask it, for a reply that comes into `answers`. `before`: what it was asked for in another process, whose
+        answers are known; they bring a new one to where that was."""
 
     def end(self, key: Hashable) -> None:
         """It is not wanted any more."""
@@ -48,6 +50,10 @@ class _State:
     rewards: list[float] = field(default_factory=list)  # of turns, where they are actions
     is_last: bool = False  # no turn is sampled any more
     names: tuple[str, ...] = ()  # of the tools that have been asked
+    asked: int = 0  # requests so far
+    request: Request = ()  # the last
+    replayed: list[Request] = field(default_factory=list)  # whose answers were on record
+    is_live: bool = False  # it has a process
     asked_at: float = 0.0
     waited_s: float = 0.0
     is_straggler: bool = False
@@ -62,10 +68,13 @@ class Episodes:
         template: TurnTemplate,
         config: EnvironmentConfig,
         starts: Mapping[int, EpisodeStart],
+        records: TurnRecords | None = None,
     ) -> None:
-        """`starts`: by prompt_index, what an environment begins with."""
+        """`starts`: by prompt_index, what an environment begins with. `records`: what was answered before, and where
+        answers are kept."""
         self._environments, self._template, self._config, self._starts = environments, template, config, starts
-        self._tokenizer = template.tokenizer
+        self._tokenizer, self._records = template.tokenizer, records
+        self._recorded: list[tuple[int, dict[str, Any]]] = []  # answers of keys that stood in the records
         self._of_sample, self._of_key = dict[Sample, _State](), dict[Hashable, _State]()
         self._ready: list[Answer] = []  # answered without an environment
 
@@ -98,6 +107,8 @@ class Episodes:
     def take(self, *, wait_s: float) -> list[Answer]:
         """As Turns.take."""
         replies = self._environments.answers
+        while self._recorded:
+            self._hear(*self._recorded.pop(0))
         try:
             if not self._ready and wait_s > 0:
                 self._hear(*replies.get(timeout=wait_s))
@@ -110,21 +121,38 @@ class Episodes:
 
     def close(self) -> None:
         """As Turns.close."""
-        for key in list(self._of_key):
+        for key in [key for key, state in self._of_key.items() if state.is_live]:
             self._environments.end(key)
         self._of_key.clear()
         self._of_sample.clear()
+        if self._records is not None:
+            self._records.close()
 
     def _open(self, sample: Sample) -> _State:
         state = self._of_sample[sample] = _State(sample, next(KEYS))
         self._of_key[state.key] = state
-        start = self._starts[sample.group.prompt_index]
-        self._environments.open(state.key, start.seed, start.columns)
         return state
 
     def _ask(self, state: _State, what: str, *given: Any) -> None:
-        state.asked_at = time.monotonic()
-        self._environments.ask(state.key, what, *given)
+        state.request, state.asked_at = (what, *given), time.monotonic()
+        state.asked += 1
+        found = None
+        if self._records is not None and not state.is_live:
+            found = self._records.find(self._place(state), state.request)
+        if found is not None:
+            state.replayed.append(state.request)
+            self._recorded.append((state.key, found))
+        elif state.is_live:
+            self._environments.ask(state.key, state.request)
+        else:
+            state.is_live = True
+            start = self._starts[state.sample.group.prompt_index]
+            self._environments.open(state.key, start.seed, start.columns)
+            self._environments.ask(state.key, state.request, state.replayed)
+
+    def _place(self, state: _State) -> tuple[int, int, int, int]:
+        prompt = state.sample.group.prompt_index
+        return prompt, state.sample.sample_index, self._starts[prompt].seed, state.asked
 
     def _hear(self, key: Hashable, reply: dict[str, Any]) -> None:
         """A reply; one to a call that is over is not wanted."""
@@ -132,6 +160,8 @@ class Episodes:
         if state is None:
             return
         state.waited_s += time.monotonic() - state.asked_at
+        if state.is_live and self._records is not None:
+            self._records.add(self._place(state), state.request, reply)
         limit, goes_on = self._config.straggler_s, "said" in reply and not (reply.get("ended") or state.is_last)
         if limit is not None and goes_on and state.waited_s > limit:
             state.is_last = state.is_straggler = True
@@ -158,7 +188,8 @@ class Episodes:
         self._ready.append(Answer(state.sample, ids, None))
 
     def _finish(self, state: _State, reward: float | None, failure: str = "") -> None:
-        self._environments.end(state.key)
+        if state.is_live:
+            self._environments.end(state.key)
         del self._of_key[state.key], self._of_sample[state.sample]
         episode = Episode(
             reward=reward,
@@ -167,6 +198,7 @@ class Episodes:
             calls=state.calls,
             waited_s=state.waited_s,
             is_straggler=state.is_straggler,
+            replayed=len(state.replayed),
             turn_rewards=state.rewards,
         )
         self._ready.append(Answer(state.sample, [], episode))

@@ -9,6 +9,7 @@ from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.rollout.environment import episodes as episodes_module
 from infsample_rl.rollout.environment.episodes import Episodes
+from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.types import EpisodeStart
 from tests.conftest import byte_tokenizer
@@ -31,12 +32,14 @@ class Host:
     def __init__(self, form):
         self.form, self.tools = form, [ADD] if form == "tools" else []
         self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
+        self.before = []
 
     def open(self, key, seed, columns):
         self.opened[key] = (seed, columns)
 
-    def ask(self, key, what, *given):
-        self.asked.append((key, what, *given))
+    def ask(self, key, request, before=()):
+        self.asked.append((key, *request))
+        self.before.append(list(before))
 
     def end(self, key):
         self.ended.append(key)
@@ -47,13 +50,14 @@ def first_keys(monkeypatch):
     monkeypatch.setattr(episodes_module, "KEYS", count())
 
 
-def make(form="tools", **settings):
+def make(form="tools", records=None, **settings):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     host = Host(form)
     template = TurnTemplate.of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
     starts = {4: EpisodeStart(11, {"answer": "5"})}
-    return Episodes(host, template, EnvironmentConfig(factory="a.py:A", **settings), starts), host, tokenizer
+    config = EnvironmentConfig(factory="a.py:A", **settings)
+    return Episodes(host, template, config, starts, records), host, tokenizer
 
 
 def sampled(tokenizer, text, sample=None):
@@ -178,3 +182,28 @@ def test_an_answer_to_a_call_that_is_over_is_not_wanted():
     episodes.close()
     host.answers.put((0, {"said": ["late"], "failed": 0}))
     assert host.ended == [0] and episodes.take(wait_s=0) == []
+
+
+def test_a_trajectory_that_is_sampled_again_takes_its_answers_from_the_records_and_asks_for_the_rest(tmp_path):
+    replies = [{"said": f"room {number}", "reward": 0.25, "ended": number == 2} for number in range(3)]
+    texts, seen = ("left<|im_end|>", "right<|im_end|>", "up<|im_end|>"), []
+    for lost_after in (2, 3, 3):  # turns that are answered before the worker is lost; the last time nothing is asked
+        episodes, host, tokenizer = make("actions", TurnRecords(tmp_path, step=2, evaluation=False, made_by="one"))
+        sample = None
+        for turn in range(lost_after):
+            sample = sampled(tokenizer, texts[turn], sample)
+            before = len(host.asked)
+            episodes.end(sample, "stop")
+            for key, *_ in host.asked[before:]:
+                host.answers.put((key, replies[turn]))
+            [answer] = episodes.take(wait_s=0)
+            sample.tokens.extend(answer.observed)
+        episodes.close()
+        seen.append((host, sample.tokens, answer.episode))
+    (first, *_), (second, tokens, whole), (third, again, replayed) = seen
+    assert [request for _, *request in first.asked] == [["act", "left"], ["act", "right"]] and first.before == [[], []]
+    assert [request for _, *request in second.asked] == [["act", "up"]]
+    assert second.before == [[("act", "left"), ("act", "right")]]  # its process is brought to where it was
+    assert third.asked == third.ended == [] and third.opened == {}
+    assert tokens == again and whole.turn_rewards == replayed.turn_rewards == [0.25] * 3
+    assert (whole.replayed, replayed.replayed) == (2, 3)
