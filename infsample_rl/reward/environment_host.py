@@ -46,6 +46,10 @@ class EnvironmentFailed(Exception):
     """An environment is gone; the message says why."""
 
 
+class ProcessEnded(EnvironmentFailed):
+    """Its process is gone, and said nothing."""
+
+
 @dataclass
 class _Episode:
     """One environment that has been asked for."""
@@ -56,6 +60,8 @@ class _Episode:
     pid: int = 0  # of its process, as the system knows it
     unread: bytes = b""
     opening: str = ""
+    done: list[Request] = field(default_factory=list)  # what its process has been asked for
+    was_lost: bool = False  # a process of its before
     lock: threading.Lock = field(default_factory=threading.Lock)  # its calls are one after another
 
 
@@ -142,11 +148,16 @@ class EnvironmentHost:
     def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Request]) -> None:
         try:
             with episode.lock:
-                if episode.line is None:
-                    self._begin(episode)
-                    for each in before:
-                        self._call(episode, *each)
-                found = self._call(episode, *request)
+                episode.done += before
+                try:
+                    found = self._ask(episode, request)
+                except ProcessEnded:  # killed, or by its own fault: then it ends again
+                    self._end(episode)
+                    if episode.was_lost or self._episodes.get(key) is not episode:
+                        raise
+                    episode.was_lost, episode.line, episode.unread = True, None, b""
+                    found = self._ask(episode, request)
+                episode.done.append(request)
             if not _is_reply(found, *request):
                 raise EnvironmentFailed(FORGED)
         except Exception as error:  # whatever it is, its sample waits for an answer
@@ -155,6 +166,14 @@ class EnvironmentHost:
             found = {"failed": " ".join(said.split())}
         if self._episodes.get(key) is episode:
             self.answers.put((key, found))
+
+    def _ask(self, episode: _Episode, request: Request) -> dict[str, Any]:
+        """Its answer, of a new process where it has none, which does first what others have done."""
+        if episode.line is None:
+            self._begin(episode)
+            for each in episode.done:
+                self._call(episode, *each)
+        return self._call(episode, *request)
 
     def _begin(self, episode: _Episode) -> None:
         episode.line, theirs = socket.socketpair()
@@ -177,7 +196,7 @@ class EnvironmentHost:
         except TimeoutError:
             raise self._too_late() from None
         except OSError:
-            raise EnvironmentFailed("its process ended") from None
+            raise ProcessEnded("its process ended") from None
         return self._receive(episode)
 
     def _receive(self, episode: _Episode) -> dict[str, Any]:
@@ -211,7 +230,7 @@ class EnvironmentHost:
         except OSError:
             read, ancillary = b"", []
         if not read:
-            raise EnvironmentFailed("its process ended")
+            raise ProcessEnded("its process ended")
         for level, kind, data in ancillary:
             if not episode.pid and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 episode.pid = CREDENTIALS.unpack(data[: CREDENTIALS.size])[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import site
 import time
 import venv
@@ -245,6 +246,17 @@ def test_gymnasiums_form_is_told_by_its_step(file):
         assert answers(host, 1)["one"]["ended"] is True
     finally:
         host.close()
+
+
+def test_a_killed_process_is_started_again_once_and_brought_to_where_it_was(host):
+    asked(host, "call", [("add", {"amount": 2})], key="killed", end=False)
+    for reply in (["The total is 3."], None):
+        os.kill(host._episodes["killed"].pid, signal.SIGKILL)
+        host.ask("killed", ("call", [("add", {"amount": 1})]))
+        found = answers(host, 1)["killed"]
+        assert found.get("said") == reply
+    assert found == {"failed": "its process ended"}
+    host.end("killed")
 
 
 def test_a_process_that_begins_late_does_first_what_had_been_asked_before(host):
