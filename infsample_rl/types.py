@@ -30,6 +30,9 @@ class WorkerPhases(NamedTuple):
     until: float  # time.time()
 
 
+Request = tuple[Any, ...]  # to an environment, as reward/environment_process.py has them
+
+
 class EpisodeStart(NamedTuple):
     """What the environments of a prompt's samples begin with, all alike."""
 

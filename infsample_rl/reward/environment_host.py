@@ -27,6 +27,7 @@ from typing import Any
 
 from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
+from infsample_rl.types import Request
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
 END_LIMIT_S = 20.0  # for the keeper to end all there is
@@ -34,7 +35,6 @@ CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, 
 MOST_UNREAD = 1 << 24  # bytes of one reply
 MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
 FORGED = "it wrote into the line of its answers"
-Request = tuple[Any, ...]  # environment_process has them
 _PROGRAM = (
     "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
     "from infsample_rl.reward.keeper import main; "

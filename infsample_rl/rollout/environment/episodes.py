@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.rollout.engine.turns import Answer
-from infsample_rl.rollout.environment.turn_records import Request, TurnRecords
+from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import Sample
-from infsample_rl.types import Episode, EpisodeStart
+from infsample_rl.types import Episode, EpisodeStart, Request
 
 KEYS = count()  # of all calls: an answer to one that is over must not look like one to the next
 CUT = "\n[...]\n"  # in the place of what an observation has too much

@@ -13,9 +13,9 @@ from typing import Any
 
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.observe.records import RecordFile, read_records
+from infsample_rl.types import Request
 
 FOLDER = "turns"  # of a run
-Request = tuple[Any, ...]  # environment_process has them
 
 
 class TurnRecords:
