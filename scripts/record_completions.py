@@ -84,7 +84,8 @@ def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int
         groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], seed, step=chunk)
         with out.open("a") as file:
             for prompt, completions in zip(batch, groups, strict=True):
-                line = recording(config, dataset, prompt, completions, rewards.score(prompt, completions).rewards)
+                (scored,) = rewards.score([(prompt, completions)])
+                line = recording(config, dataset, prompt, completions, scored.rewards)
                 if all_tokens:
                     line["prompt_token_ids"] = prompt.token_ids.tolist()
                     line["token_ids"] = [completion.token_ids.tolist() for completion in completions]

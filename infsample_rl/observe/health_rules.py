@@ -150,7 +150,9 @@ def predictor_worse_than_none(config: Config, steps: Steps) -> Verdict:
 
 
 def idle_rows(config: Config, steps: Steps) -> Verdict:
-    """Memory and compute for rows that do not decode."""
+    """Memory and compute for rows that do not decode; not where samples wait for their environments meanwhile."""
+    if config.environment.is_set:
+        return None
     used, workers = steps.last(RECENT, "rollout/row_utilisation"), steps.last(1, "cluster/rollout_workers") or [1.0]
     rollout, prompts = config.rollout, config.data.prompts_per_step
     samples = prompts * rollout.group_size / workers[-1]

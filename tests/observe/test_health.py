@@ -77,6 +77,7 @@ CASES = [
     ("idle_rows", [], [(20, {"rollout/row_utilisation": 0.2})], [(5, {"rollout/row_utilisation": 0.1})]),
     ("idle_rows", ["rollout.prompts_at_once=1"], [(20, {"rollout/row_utilisation": 0.2})], [(5,
     {"rollout/row_utilisation": 0.1})]),
+    ("idle_rows", ["environment.factory=a.py:A"], [(20, {"rollout/row_utilisation": 0.05})], None),
     (
         "idle_rows",
         ["rollout.schedule=arrival", "rollout.slots=64", "data.prompts_per_step=2"],

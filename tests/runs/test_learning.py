@@ -1,4 +1,4 @@
-"""The default experiment learns. Minutes long: in `make test-all` only."""
+"""The shipped small experiments learn. Minutes long: in `make test-all` only."""
 
 from __future__ import annotations
 
@@ -39,3 +39,14 @@ def test_held_out_accuracy_rises_in_twelve_steps(tmp_path):
 @pytest.mark.slow
 def test_it_does_not_rise_when_advantages_are_shuffled(tmp_path):
     assert held_out_rise(tmp_path / "run", "-c", SHUFFLED) < 0.1
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_listen_to_its_environment(tmp_path):
+    """Held-out numbers are in nothing that it was ever trained on."""
+    arguments = ["+experiment=guess_tiny", f"run.dir={tmp_path / 'run'}", "logging.wandb=disabled"]
+    subprocess.run([sys.executable, "-m", "infsample_rl.main", *arguments], check=True, cwd=tmp_path, timeout=600)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    assert accuracy[-1] > 1.6 * accuracy[0] > 0.1  # doubled, less two standard errors of 512 games
+    assert rows[-1]["environment/turns_mean"] > 2
