@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = {
     "__init__": 0,
+    "assets": 0,
     "types": 1,
     "config": 2,
     "observe": 3,

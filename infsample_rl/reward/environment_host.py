@@ -84,14 +84,18 @@ class EnvironmentHost:
         self._hand_over = threading.Lock()
         command = [python, "-c", _PROGRAM, json.dumps(path), json.dumps(asdict(isolation))]
         with theirs:
-            self._keeper = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is left to the parent
-                pass_fds=[theirs.fileno()],
-                env=environment_of(isolation, os.environ),
-            )
+            try:
+                self._keeper = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is left to the parent
+                    pass_fds=[theirs.fileno()],
+                    env=environment_of(isolation, os.environ),
+                )
+            except OSError as error:
+                self._control.close()
+                raise ValueError(f"environment: {python} cannot be started ({error.strerror})") from None
             assert self._keeper.stdin is not None and self._keeper.stdout is not None
             self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
             self._keeper.stdin.close()

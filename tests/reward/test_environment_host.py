@@ -343,6 +343,11 @@ def test_what_cannot_be_is_one_line(file, settings, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+def test_an_interpreter_that_is_not_there_is_one_line(file):
+    with pytest.raises(ValueError, match=r"environment: /no/python cannot be started \(No such file"):
+        EnvironmentHost(config_of(factory=f"{file}:Game"), "/no/python")
+
+
 def test_an_episode_that_has_ended_leaves_no_file_open(host):
     before = set(os.listdir("/proc/self/fd"))
     for number in range(5):

@@ -3,11 +3,13 @@ lost trajectory again takes its turns from here, and asks its environment only f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import secrets
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ class TurnRecords:
         self._step, self._made_by = step, made_by
         self._folder = run_dir / FOLDER / f"{'evaluation' if evaluation else 'step'}_{step:06d}"
         self._file: RecordFile | None = None
+        self._is_broken = False
         self._known = dict[tuple[int, int, int, int], tuple[str, dict[str, Any]]]()
         for path in sorted(self._folder.glob("*.jsonl")):
             for found in read_records(path):
@@ -39,19 +42,27 @@ class TurnRecords:
         return reply if asked == json.dumps(request) else None
 
     def add(self, place: tuple[int, int, int, int], request: Request, reply: dict[str, Any]) -> None:
-        """Keep an answer. One of a trajectory that failed is not kept: the reason may be gone the next time."""
-        if "failed" in reply and "said" not in reply:
+        """Keep an answer. One of a trajectory that failed is not kept: the reason may be gone the next time. Where
+        nothing can be written, as on a full disk, a warning says so once."""
+        if self._is_broken or ("failed" in reply and "said" not in reply):
             return
-        if self._file is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = RecordFile(self._folder / f"{secrets.token_hex(8)}.jsonl", 0)
         own = {"step": self._step, "made_by": self._made_by, "place": place}
-        self._file.append([own | {"request": json.dumps(request), "reply": reply}])
+        try:
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = RecordFile(self._folder / f"{secrets.token_hex(8)}.jsonl", 0)
+            self._file.append([own | {"request": json.dumps(request), "reply": reply}])
+        except OSError as error:
+            self._is_broken = True
+            warnings.warn(
+                f"answers of environments are not kept, after a crash they are asked again: {error}", stacklevel=2
+            )
 
     def close(self) -> None:
         """The stream is over."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk has no room for was warned of
+                self._file.close()
 
 
 def fingerprint(config: EnvironmentConfig) -> str:

@@ -53,6 +53,16 @@ def test_a_stream_that_asks_nothing_writes_nothing(tmp_path):
     assert not (tmp_path / FOLDER).exists()
 
 
+def test_where_nothing_can_be_written_it_is_said_once_and_the_stream_goes_on(tmp_path):
+    (tmp_path / FOLDER).write_text("no folder")
+    own = records(tmp_path)
+    with pytest.warns(UserWarning, match="are not kept, after a crash they are asked again") as said:
+        own.add(PLACE, CALL, REPLY)
+        own.add(PLACE, CALL, REPLY)
+    assert len(said) == 1
+    own.close()
+
+
 def test_what_is_done_is_forgotten_and_nothing_else(kept):
     records(kept, step=7).add(PLACE, CALL, REPLY)
     records(kept, step=5, evaluation=True).add(PLACE, CALL, REPLY)
