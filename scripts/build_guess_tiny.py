@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import build_kk_tiny as tiny  # beside this file
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from infsample_rl.data.turns import TurnTemplate
@@ -53,7 +49,9 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = tiny.build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
-    supervise(model, tokenizer, numbers["train"], args)
+    rng = random.Random(args.seed)
+    learn, final = (batches(tokenizer, numbers["train"], rng, args.batch, careful) for careful in CAREFUL.values())
+    tiny.train(model, learn, final, args)
     tiny.save_policy(model, tokenizer, args.out / "policy")
 
 
@@ -61,23 +59,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """A word-level tokenizer that knows every number and all that is said."""
     texts = ["user\n", "system\n", "assistant\n", QUESTION, "higher", "lower", "no", "a number"]
     texts += [str(number) for number in range(GAME.LARGEST + 1)]
-    splitter = pre_tokenizers.Split(Regex(tiny.TOKEN_PATTERN), behavior="isolated")
-    words = sorted({word for text in texts for word, _ in splitter.pre_tokenize_str(text)})
-    specials = [tiny.PAD, tiny.UNKNOWN, tiny.START, tiny.END]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*specials, *words])}, tiny.UNKNOWN))
-    core.pre_tokenizer = splitter
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=tiny.PAD,
-        unk_token=tiny.UNKNOWN,
-        eos_token=tiny.END,
-        additional_special_tokens=[tiny.START, tiny.END],
-        chat_template=tiny.CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-        padding_side="left",
-    )
+    return tiny.word_tokenizer(texts)
 
 
 def play(number: int, *, careful: bool, rng: random.Random) -> list[tuple[str, str]]:
@@ -95,7 +77,7 @@ def play(number: int, *, careful: bool, rng: random.Random) -> list[tuple[str, s
 
 def batches(
     tokenizer: PreTrainedTokenizerFast, numbers: list[int], rng: random.Random, size: int, careful: float
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> tiny.Batches:
     """Endless (ids, targets), right-padded; targets are -100 where nothing was sampled."""
     template = TurnTemplate.of(tokenizer, {}, [], {tokenizer.eos_token_id})
     prompt, end = tiny.render_prompt(tokenizer, QUESTION), tokenizer.eos_token_id
@@ -116,27 +98,6 @@ def batches(
             wanted = torch.where(torch.tensor(sampled), torch.tensor(own), -100)
             targets[row, : len(own) - 1] = wanted[1:]
         yield ids, targets
-
-
-def supervise(model: Any, tokenizer: PreTrainedTokenizerFast, numbers: list[int], args: argparse.Namespace) -> None:
-    """Train with warm-up and a linear decay to a twentieth; the last steps with the final share of styles."""
-    optimizers, rng = tiny.make_optimizers(model, args.lr), random.Random(args.seed)
-    most, last = (batches(tokenizer, numbers, rng, args.batch, careful) for careful in CAREFUL.values())
-    started = time.monotonic()
-    model.train()
-    for step in range(1, args.steps + 1):
-        scale = min(step / 50, 1.0) * (1.0 - 0.95 * step / args.steps)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = args.lr * scale
-        ids, targets = next(last if step > args.steps - args.final_steps else most)
-        loss = F.cross_entropy(model(input_ids=ids, use_cache=False).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

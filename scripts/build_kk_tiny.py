@@ -37,6 +37,7 @@ TRAIN_ROWS, TEST_ROWS = 3000, 200
 SHARPNESS = 1.5  # of attention at the start (the weight of the query and key norms)
 LEARN_MIX = {"hasty": 0.04, "half": 0.10, "careful": 0.86}  # most of the training: learn to check
 FINAL_MIX = {"hasty": 0.60, "half": 0.20, "careful": 0.20}  # the end: what the starting policy does
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # ids, targets
 
 
 def main() -> None:
@@ -104,10 +105,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         names = kk.random_names(rng, len(puzzle.solution))
         texts.append(kk.question_text(puzzle.statements, names))
         texts += [kk.reasoning_text(puzzle, names, style, rng) for style in kk.STYLES]
-    pattern = Regex(TOKEN_PATTERN)
-    splitter = pre_tokenizers.Split(pattern, behavior="isolated")
+    return word_tokenizer([*texts, *(prefix + name for name in kk.NAMES for prefix in ("", " "))])
+
+
+def word_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for every word and mark of some texts."""
+    splitter = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
     words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)}
-    words |= {prefix + name for name in kk.NAMES for prefix in ("", " ")}
     specials = [PAD, UNKNOWN, START, END]
     vocabulary = {word: i for i, word in enumerate([*specials, *sorted(words)])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -162,7 +166,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int
 
 def supervised_batches(
     tokenizer: PreTrainedTokenizerFast, refused: set[str], seed: int, batch: int, mix: dict[str, float], pool: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Batches:
     """Endless (ids, targets), right-padded, fresh puzzles each time; targets are -100 outside the response.
 
     `pool` batches at a time are sorted by length, so that little is padding; with 1 every batch has the whole mix.
@@ -207,10 +211,15 @@ def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Opti
 
 
 def supervise(model: Qwen3ForCausalLM, tokenizer: Any, refused: set[str], args: argparse.Namespace) -> None:
-    """Train on LEARN_MIX, then on FINAL_MIX, with warm-up and a linear decay to a tenth."""
-    optimizers = make_optimizers(model, args.lr)
+    """Train on LEARN_MIX, then on FINAL_MIX."""
     batches = supervised_batches(tokenizer, refused, args.seed + 3, args.batch, LEARN_MIX, pool=16)
     final = supervised_batches(tokenizer, refused, args.seed + 4, args.batch, FINAL_MIX, pool=1)
+    train(model, batches, final, args)
+
+
+def train(model: Qwen3ForCausalLM, batches: Batches, final: Batches, args: argparse.Namespace) -> None:
+    """Train on `batches`, the last steps on `final`, with warm-up and a linear decay to a twentieth."""
+    optimizers = make_optimizers(model, args.lr)
     started, running = time.monotonic(), 0.0
     model.train()
     for step in range(1, args.steps + 1):
