@@ -186,6 +186,18 @@ def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(train, failure):
     assert "nothing but the unfinished" not in run.log and run.steps == [1, 2, 3] and run.saved == []
 
 
+@pytest.mark.parametrize(("every", "kept"), [(2, [[0], [0, 1], [2], [2, 3]]), (0, [[0], [1], [2], [3]])])
+def test_what_environments_answered_is_kept_as_long_as_a_step_may_be_done_again(train, tmp_path, every, kept):
+    turns, seen = tmp_path / "run" / "turns", []
+
+    def answer(cluster: FakeCluster) -> None:
+        (turns / f"step_{len(seen):06d}").mkdir(parents=True)
+        seen.append(sorted(int(folder.name[-6:]) for folder in turns.iterdir()))
+
+    train(f"run.checkpoint_every={every}", start_rollout=answer)
+    assert seen == kept and not turns.exists()
+
+
 def test_sigterm_during_a_save_lets_it_end(train):
     def terminate(cluster: FakeCluster) -> None:
         cluster.sigterm()
