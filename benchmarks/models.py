@@ -167,7 +167,7 @@ def random_sample(
         sample_index=place[1],
         prompt_ids=prompt_ids,
         response_ids=generator.integers(0, vocab, length).astype(np.int32),
-        advantage=float(generator.normal()),
+        advantages=(float(generator.normal()),),
         engine_logprobs=np.zeros(length, np.float32),
         reference=None,
     )

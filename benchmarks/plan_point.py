@@ -140,7 +140,9 @@ def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
     for prompt in prompts:
         rows += planner.add_group(
             [
-                SampleSpec(prompt_index=prompt, sample_index=index, length=config.rollout.max_new_tokens, advantage=1.0)
+                SampleSpec(
+                    prompt_index=prompt, sample_index=index, length=config.rollout.max_new_tokens, advantages=(1.0,)
+                )
                 for index in range(size)
             ]
         )

@@ -122,7 +122,7 @@ class OneProcess:
                 prompt_index=completion.prompt_index,
                 sample_index=completion.sample_index,
                 length=len(completion.token_ids),
-                advantage=advantage,
+                advantages=(advantage,),
             )
             for completion, advantage in zip(group, advantages, strict=True)
         ]

@@ -248,7 +248,7 @@ class TrainingSample:
     sample_index: int
     prompt_ids: np.ndarray  # [prompt tokens] int32
     response_ids: np.ndarray  # [tokens] int32
-    advantage: float
+    advantages: tuple[float, ...]  # of each of its turns, or one of all its tokens
     engine_logprobs: np.ndarray  # [tokens] float32, NaN where a token was observed, not sampled: it is not trained
     reference: ReferenceTokens | None  # of the sampled tokens, only when the loss has a KL term or a teacher
 
@@ -257,6 +257,15 @@ class TrainingSample:
         """[tokens] bool, as Completion's."""
         return ~np.isnan(self.engine_logprobs)
 
+    @property
+    def token_advantages(self) -> np.ndarray:
+        """[sampled tokens] float32. A turn is what was sampled without a break."""
+        sampled = self.sampled
+        if len(self.advantages) == 1:
+            return np.full(int(sampled.sum()), self.advantages[0], np.float32)
+        begins = sampled & ~np.concatenate([[False], sampled[:-1]])
+        return np.array(self.advantages, np.float32)[np.cumsum(begins)[sampled] - 1]
+
 
 class SampleSpec(NamedTuple):
     """A training sample before its tokens are fetched: what the driver plans learner rows with."""
@@ -264,7 +273,7 @@ class SampleSpec(NamedTuple):
     prompt_index: int
     sample_index: int
     length: int  # response tokens
-    advantage: float
+    advantages: tuple[float, ...]  # of each of its turns, or one of all its tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def training_sample(
         sample_index=0,
         prompt_ids=np.array(prompt_ids, np.int32),
         response_ids=token_ids,
-        advantage=advantage,
+        advantages=(advantage,),
         engine_logprobs=-token_ids.astype(np.float32),
         reference=reference_tokens(-2 * token_ids.astype(np.float32)) if reference else None,
     )

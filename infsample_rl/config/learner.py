@@ -16,6 +16,13 @@ class ObjectiveConfig:
     advantage: str = setting(
         "std", "std: (r - mean) / (std + 1e-6); mean_only (section 3.4); rloo", choices=("std", "mean_only", "rloo")
     )
+    turn_credit: str = setting(
+        "trajectory",
+        "what a turn's tokens are credited with, relative to the group: the trajectory's whole reward, or turn: what "
+        "was earned from that turn on, where an environment rewards its turns",
+        choices=("trajectory", "turn"),
+        read_if=lambda c: c.environment.factory is not None or c.objective.turn_credit == "trajectory",
+    )
     loss: str = setting("grpo", "loss and its normalisation", choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo"))
     clip_low: float = setting(
         0.2, "ratio is clipped below at 1 - clip_low", low=0, high=1, read_if=lambda c: c.objective.loss != "cispo"
@@ -103,6 +110,11 @@ class ObjectiveConfig:
                 ("objective.distill_kl=forward", "objective.distill_top_k>0", "its mean is over the teacher's tokens"),
                 ("objective.distill_coef>0", "objective.loss=grpo|dr_grpo|dapo|cispo", "gspo has one ratio a response"),
                 ("objective.reward_coef=0", "objective.dynamic_sampling=false", "no reward is trained"),
+                (
+                    "objective.turn_credit=turn",
+                    "objective.loss=grpo|dr_grpo|dapo|cispo",
+                    "gspo has one ratio a response",
+                ),
             ],
             objective=self,
         )

@@ -141,6 +141,11 @@ class Config:
         if self.environment.factory is None and any(function.name == ENVIRONMENT for function in functions):
             raise ValueError("reward.functions: environment needs environment.factory, whose get_reward it is")
 
+    @property
+    def environment_weight(self) -> float:
+        """Of what an environment gives, in the reward."""
+        return sum(function.weight for function in self.reward.functions if function.name == ENVIRONMENT)
+
     def rewards_of(self, source: str) -> list[int]:
         """Places in reward.functions of those that score prompts of a source, by its name in DataConfig.parts."""
         names = self.data.named_sources[source].reward if source else None

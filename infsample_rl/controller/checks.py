@@ -243,6 +243,11 @@ def check_turns(
         return []
     if config.rollout.stop_strings:
         raise ValueError("rollout.stop_strings must be empty with an environment, whose turns end with a stop token")
+    if config.objective.turn_credit == "turn" and host.form != "actions":
+        raise ValueError(
+            "objective.turn_credit=turn needs an environment whose step() rewards a turn; "
+            f"{config.environment.factory} has tools, and one reward at its end"
+        )
     stops = stop_ids_of(load_generation_config(config.model, architecture), tokenizer, config.rollout.stop_token_ids)
     for data in config.data.parts.values():
         TurnTemplate.of(tokenizer, data.chat_template_kwargs, host.tools, stops)

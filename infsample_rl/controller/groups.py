@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from infsample_rl.config import Config
-from infsample_rl.learner.advantage import group_advantages, overlong_penalty
+from infsample_rl.learner.advantage import group_advantages, overlong_penalty, turn_advantages
 from infsample_rl.types import (
     Episode,
     Forecast,
@@ -41,12 +41,17 @@ class SampleRecord:
     kl_sum: float = 0.0
     rewarded: bool = False  # the reward worker has answered
     referenced: bool = False
-    advantage: float = 0.0
+    advantages: tuple[float, ...] = (0.0,)  # of each of its turns, or one of all its tokens
     observed: int = 0  # tokens of its response that it did not sample
     episode: Episode | None = None  # None: there is no environment
     worker: int = 0  # rollout worker that sampled it
     forecast: Forecast | MaybeNone = None
     stays: list[RowStay] = field(default_factory=list)
+
+    @property
+    def advantage(self) -> float:
+        """Of its first turn, which is credited with the whole reward either way."""
+        return self.advantages[0]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,7 +70,7 @@ class Group:
     @property
     def has_signal(self) -> bool:
         """Whether some sample has an advantage: not when all rewards are equal."""
-        return any(sample.advantage != 0.0 for sample in self.samples)
+        return any(any(sample.advantages) for sample in self.samples)
 
     def trained_samples(self) -> list[SampleRecord]:
         """Samples with a reward: the others are outside mean, std and every denominator."""
@@ -207,9 +212,19 @@ class StepGroups:
     def _set_advantages(self, group: Group) -> None:
         """Group-wide advantages, of rewards as the objective shapes them."""
         objective, samples = self._config.objective, group.samples
-        advantages = group_advantages([self._shaped_reward(sample) for sample in samples], objective.advantage)
-        for sample, advantage in zip(samples, advantages, strict=True):
-            sample.advantage = advantage
+        rewards = [self._shaped_reward(sample) for sample in samples]
+        if objective.turn_credit == "turn":
+            of_turns = [self._turn_rewards(sample) for sample in samples]
+            advantages = turn_advantages(rewards, of_turns, objective.advantage)
+        else:
+            advantages = [(own,) for own in group_advantages(rewards, objective.advantage)]
+        for sample, own in zip(samples, advantages, strict=True):
+            sample.advantages = own
+
+    def _turn_rewards(self, sample: SampleRecord) -> list[float]:
+        """What each turn added to the reward; one of nothing where its environment failed at the first."""
+        given = [] if sample.episode is None else sample.episode.turn_rewards
+        return [self._config.environment_weight * reward for reward in given] or [0.0]
 
     def _shaped_reward(self, sample: SampleRecord) -> float | None:
         """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong
@@ -238,7 +253,7 @@ def trainable_specs(group: Group, config: Config) -> list[SampleSpec]:
             prompt_index=group.prompt.prompt_index,
             sample_index=sample.sample_index,
             length=sample.length,
-            advantage=sample.advantage,
+            advantages=sample.advantages,
         )
         for sample in samples
     ]

@@ -60,7 +60,8 @@ def write_recording(
         "token_ids": joined([completion.token_ids for completion in completions], np.int32),
         "logprobs": joined([completion.logprobs for completion in completions], np.float32),
         "rewards": np.array(rewards, np.float64),
-        "advantages": np.array([sample.advantage for sample in samples], np.float64),
+        "advantages": joined([sample.advantages for sample in samples], np.float64),
+        "turns": np.array([len(sample.advantages) for sample in samples], np.int32),  # that have one each
     }
     facts = {
         "step": step,
@@ -109,7 +110,8 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
 
 
 def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]:
-    columns = (arrays[name].tolist() for name in ("sample_indices", "lengths", "rewards", "advantages"))
+    columns = (arrays[name].tolist() for name in ("sample_indices", "lengths", "rewards"))
+    advantages = split(arrays["advantages"], arrays["turns"])
     unsampled = [int(np.isnan(own).sum()) for own in split(arrays["logprobs"], arrays["lengths"])]
     samples = iter(
         SampleRecord(
@@ -120,10 +122,10 @@ def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gro
             micro_group=0,
             position=position,
             reward=None if math.isnan(reward) else reward,
-            advantage=advantage,
+            advantages=tuple(own.tolist()),
         )
-        for position, (reason, observed, index, length, reward, advantage) in enumerate(
-            zip(facts["finish_reasons"], unsampled, *columns, strict=True)
+        for position, (reason, observed, own, index, length, reward) in enumerate(
+            zip(facts["finish_reasons"], unsampled, advantages, *columns, strict=True)
         )
     )
     prompt_ids = split(arrays["prompt_ids"], arrays["prompt_lengths"])

@@ -48,8 +48,7 @@ def sample_metrics(groups: StepGroups) -> Metrics:
         "reward/mean": statistics.fmean(rewards) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
         "reward/failed": len(samples) - len(rewards),
-        "reward/groups_with_signal": sum(any(sample.advantage for sample in group.samples) for group in groups.groups)
-        / len(groups.groups),
+        "reward/groups_with_signal": statistics.fmean(group.has_signal for group in groups.groups),
         "response/length_mean": statistics.fmean(lengths),
         "response/length_std": float(np.std(lengths)),
         "response/length_max": max(lengths),

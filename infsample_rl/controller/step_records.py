@@ -142,6 +142,7 @@ def completion_records(groups: StepGroups, response_of: ResponseOf, most: int, *
             "finish_reason": sample.finish_reason,
             "policy_version": groups.step,
             **episode_record(sample.episode, response),
+            **({"turn_advantages": sample.advantages} if len(sample.advantages) > 1 else {}),
         }
         for prompt, sample in chosen
         if (response := response_of(sample)) is not None

@@ -27,6 +27,25 @@ def group_advantages(rewards: list[float | None], kind: str) -> list[float]:
     return [(reward - mean) * scale if reward is not None and math.isfinite(reward) else 0.0 for reward in rewards]
 
 
+def turn_advantages(rewards: list[float | None], of_turns: list[list[float]], kind: str) -> list[tuple[float, ...]]:
+    """Advantages of every turn of a group's trajectories: turn k's is group_advantages of what each still earned from
+    turn k on, among those that have a turn k.
+
+    rewards: of the whole trajectories, as the objective shapes them; of_turns: what each of their turns added. Rewards
+    [3, 1] of turns [[1, 2], [1]] with mean_only -> [(1, 0), (-1,)]: both turns k = 0 were worth 3 and 1, and the second
+    has nothing to compare with. A trajectory whose reward is None has advantages of 0.
+    """
+    found: list[list[float]] = [[] for _ in rewards]
+    left = list(rewards)
+    for turn in range(max(map(len, of_turns), default=0)):
+        members = [index for index, own in enumerate(of_turns) if len(own) > turn]
+        for index, advantage in zip(members, group_advantages([left[i] for i in members], kind), strict=True):
+            found[index].append(advantage)
+            if (now := left[index]) is not None:  # rounded: what is left after equal turns is to be equal
+                left[index] = round(now - of_turns[index][turn], 12)
+    return [tuple(advantages) for advantages in found]
+
+
 def overlong_penalty(length: int, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
     """What is added to the reward of a response of `length` tokens, from 0 down to -penalty (DAPO, arXiv 2503.14476,
     equation 13).

@@ -174,7 +174,7 @@ def assemble(
                 sample_index=spec.sample_index,
                 prompt_ids=prompt_ids[spec.prompt_index],
                 response_ids=sampled.token_ids,
-                advantage=spec.advantage,
+                advantages=spec.advantages,
                 engine_logprobs=sampled.logprobs,
                 reference=reference,
             )

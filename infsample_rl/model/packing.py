@@ -138,8 +138,6 @@ def pack_samples(
             f"{len(references)} of {len(samples)} samples of a row have reference log-probabilities: all or none must"
         )
     sampled = [sample.sampled for sample in samples]
-    lengths = torch.tensor([int(mask.sum()) for mask in sampled])
-    advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
     return TrainingRow(
         row=pack_row(
             [(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups],
@@ -147,7 +145,7 @@ def pack_samples(
             shared,
             sampled,
         ),
-        advantages=advantages.repeat_interleave(lengths).to(device),
+        advantages=_floats([sample.token_advantages for sample in samples], device),
         engine_logprobs=_floats([sample.engine_logprobs[sample.sampled] for sample in samples], device),
         reference=_reference_scores(references, device) if references else None,
     )

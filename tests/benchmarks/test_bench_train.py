@@ -176,7 +176,7 @@ def test_trl_takes_the_same_step_from_the_same_samples(tiny_qwen3):
             sample_index=number % 4,
             prompt_ids=np.asarray(PROMPTS[number // 4], np.int32),
             response_ids=np.asarray(ids, np.int32),
-            advantage=advantages[number],
+            advantages=(advantages[number],),
             engine_logprobs=np.zeros(len(ids), np.float32),
             reference=None,
         )

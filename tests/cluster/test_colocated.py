@@ -57,7 +57,7 @@ def training_samples(completions):
             sample_index=each.sample_index,
             prompt_ids=PROMPTS[each.prompt_index],
             response_ids=each.token_ids,
-            advantage=1.0 if each.token_ids.sum() % 2 else -1.0,
+            advantages=(1.0 if each.token_ids.sum() % 2 else -1.0,),
             engine_logprobs=each.logprobs,
             reference=None,
         )

@@ -58,7 +58,7 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
         sample_index=0,
         prompt_ids=ids[:64],
         response_ids=ids,
-        advantage=1.0,
+        advantages=(1.0,),
         engine_logprobs=np.full(RESPONSE_TOKENS, -5.0, np.float32),
         reference=None,
     )

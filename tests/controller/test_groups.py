@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from infsample_rl.config import (
 )
 from infsample_rl.controller.groups import StepGroups, loss_totals, mini_batches, trainable_specs
 from infsample_rl.controller.step_metrics import sample_metrics
-from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
+from infsample_rl.types import Episode, LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
 
 
 def config(deterministic: bool = False, **objective) -> Config:
@@ -61,6 +63,19 @@ def test_whole_prompts_stay_on_one_worker():
     parts = deal(prompts(3), 2, 2, whole_prompts=True)
     dealt = [[(work.prompt_index, work.sample_indices) for work in part] for part in parts]
     assert dealt == [[(0, [0, 1]), (2, [0, 1])], [(1, [0, 1])]]
+
+
+def test_turns_are_credited_with_what_was_earned_from_them_on():
+    settings = config(advantage="mean_only", turn_credit="turn")
+    settings.reward.functions.append(RewardFunctionConfig(name="environment", weight=2.0))
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    told = {"failure": "", "turns": 2, "calls": 0, "waited_s": 0.0}
+    episodes = [Episode(reward=sum(own), turn_rewards=own, **told) for own in ([1.0, 0.0], [0.0, 0.5])]
+    groups.add_micro_group(0, replace(header(0, [0, 1]), episodes=episodes))
+    groups.add_rewards(0, rewards(2.0, 2.0))  # twice what its turns gave, and 1 beside for the second
+    (group,) = groups.take_complete()
+    assert [sample.advantages for sample in group.samples] == [(0.0, -1.0), (0.0, 1.0)]
+    assert group.has_signal and [spec.advantages for spec in trainable_specs(group, settings)] == [(0, -1), (0, 1)]
 
 
 def test_group_is_complete_with_its_last_reward_and_advantages_span_the_group():

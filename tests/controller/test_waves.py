@@ -77,7 +77,7 @@ def group(index: int, lengths: tuple[int, int] = (4, 5), *, signal: float = 1.0)
             micro_group=10 * index + place,
             position=0,
             reward=float(place),
-            advantage=signal * (2 * place - 1),
+            advantages=(signal * (2 * place - 1),),
         )
         for place, length in enumerate(lengths)
     ]

@@ -84,7 +84,7 @@ def make_samples(lm, *, seed=0, prompts=3, group_size=4, with_reference=True):
                     sample_index=sample_index,
                     prompt_ids=prompt_ids,
                     response_ids=response_ids,
-                    advantage=float(generator.normal()),
+                    advantages=(float(generator.normal()),),
                     engine_logprobs=engine,
                     reference=reference_tokens(engine + noise) if with_reference else None,
                 )
@@ -105,7 +105,7 @@ def plain_gradients(lm, samples, objective):
     total = 0.0
     for sample in samples:
         logprobs, _ = plain_logprobs(lm, sample.prompt_ids, sample.response_ids)
-        advantages = torch.full_like(logprobs, sample.advantage)
+        advantages = torch.full_like(logprobs, sample.advantages[0])
         reference = torch.from_numpy(sample.reference.logprobs)
         ids = torch.zeros(len(logprobs), dtype=torch.long)
         loss, _ = policy_loss(

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from infsample_rl.learner.advantage import group_advantages, overlong_penalty
+from infsample_rl.learner.advantage import group_advantages, overlong_penalty, turn_advantages
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,28 @@ def test_fewer_than_two_valid_rewards_give_zeros(rewards, kind):
 )
 def test_overlong_penalties_written_out(settings, expected):
     assert {length: overlong_penalty(length, *settings) for length in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("rewards", "of_turns", "wanted"),
+    [
+        ([3.0, 1.0], [[1.0, 2.0], [1.0]], [(1.0, 0.0), (-1.0,)]),  # nothing to compare the second turn with
+        ([3.0, 1.0, 2.0], [[0.0, 3.0], [0.0, 1.0], [2.0]], [(1.0, 1.0), (-1.0, -1.0), (0.0,)]),
+        ([0.3, 0.4], [[0.1, 0.2], [0.2, 0.2]], [(-0.05, 0.0), (0.05, 0.0)]),  # 0.3 - 0.1 != 0.4 - 0.2 as floats are
+        ([2.0, None, 1.0], [[1.0, 1.0], [5.0, 5.0], [1.0, 0.0]], [(0.5, 0.5), (0.0, 0.0), (-0.5, -0.5)]),
+        ([1.5, 0.0], [[1.0, 0.0], [0.0, 0.0]], [(0.75, 0.25), (-0.75, -0.25)]),  # 0.5 of no turn belongs to the last
+        ([], [], []),
+    ],
+)
+def test_a_turn_is_credited_with_what_was_earned_from_it_on(rewards, of_turns, wanted):
+    found = turn_advantages(rewards, of_turns, "mean_only")
+    assert [len(own) for own in found] == [len(own) for own in wanted]
+    for own, expected in zip(found, wanted, strict=True):
+        assert own == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["std", "mean_only", "rloo"])
+def test_of_one_turn_it_is_the_groups_advantage_bit_for_bit(kind):
+    rewards = [0.1, 0.7, None, 0.3]
+    found = turn_advantages(rewards, [[0.1], [0.7], [0.0], [0.3]], kind)
+    assert found == [(advantage,) for advantage in group_advantages(rewards, kind)]

@@ -73,7 +73,7 @@ def on_two(tools, samples, counts, totals, provisional=PROVISIONAL):
 
 def with_advantage(samples, advantage):
     """The samples, the last one's advantage replaced."""
-    return [*samples[:-1], replace(samples[-1], advantage=advantage)]
+    return [*samples[:-1], replace(samples[-1], advantages=(advantage,))]
 
 
 def with_infinite_gradient(samples):
@@ -82,7 +82,7 @@ def with_infinite_gradient(samples):
     last = samples[-1]
     arrays = {name: getattr(last, name)[:1] for name in ("response_ids", "engine_logprobs")}
     arrays["reference"] = reference_tokens(last.reference.logprobs[:1])
-    return [*samples[:-1], replace(last, advantage=3.2e38, **arrays)], LossTotals(
+    return [*samples[:-1], replace(last, advantages=(3.2e38,), **arrays)], LossTotals(
         num_sequences=1, num_tokens=1, length_normalizer=16
     )
 

@@ -84,7 +84,7 @@ def test_float32_with_rounded_kv_stops_on_the_mean_alone(tools, untied_policy, s
 def test_a_nonfinite_loss_stops_or_skips(tools, untied_policy, samples, kind):
     nothing_likely = np.full_like(samples[-1].engine_logprobs, -np.inf)  # makes k3 infinite, but its gradient 1
     last = (
-        replace(samples[-1], advantage=math.nan)
+        replace(samples[-1], advantages=(math.nan,))
         if kind == "nan"
         else replace(samples[-1], reference=reference_tokens(nothing_likely))
     )

@@ -68,7 +68,7 @@ def samples(policy):
                 "sample_index": index,
                 "prompt_ids": prompt_ids,
                 "response_ids": ids,
-                "advantage": 0.0,
+                "advantages": (0.0,),
             }
             blank = TrainingSample(**numbers, engine_logprobs=noise[0], reference=reference_tokens(noise[0]))
             with torch.no_grad():
@@ -150,7 +150,7 @@ def test_any_split_of_an_update_gives_the_same_gradient(policy, samples, loss, k
     kept = [
         s for s in everything if s.prompt_index not in dropped and rewards[s.prompt_index][s.sample_index] is not None
     ]
-    kept = [replace(s, advantage=advantages[s.prompt_index][s.sample_index]) for s in kept]
+    kept = [replace(s, advantages=(advantages[s.prompt_index][s.sample_index],)) for s in kept]
     assume(kept)
     expected, expected_loss = gradient_of(policy, [[sample] for sample in kept], old, objective, totals_of(kept))
 

@@ -28,6 +28,11 @@ def with_observations(samples):
     return found
 
 
+def advantage_of(sample, token):
+    """Of the turn that a token belongs to."""
+    return sample.advantages[-1] if token > 2 else sample.advantages[0]
+
+
 def plain_gradients(tools, lm, samples, objective, totals):
     """One response at a time, its observed tokens left out of every mean."""
     lm.zero_grad()
@@ -37,7 +42,7 @@ def plain_gradients(tools, lm, samples, objective, totals):
         loss, _ = policy_loss(
             logprobs,
             logprobs.detach(),
-            torch.full_like(logprobs, sample.advantage),
+            torch.tensor([advantage_of(sample, token) for token in np.flatnonzero(sample.sampled)]),
             torch.zeros(len(logprobs), dtype=torch.long),
             objective=objective,
             totals=totals,
@@ -48,11 +53,13 @@ def plain_gradients(tools, lm, samples, objective, totals):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("max_tokens", [256, 32])
-def test_they_are_read_and_not_trained(tools, tied_policy, loss, max_tokens):
+@pytest.mark.parametrize(("max_tokens", "by_turn"), [(256, False), (32, False), (32, True)])
+def test_they_are_read_and_not_trained(tools, tied_policy, loss, max_tokens, by_turn):
     objective = ObjectiveConfig(loss=loss, kl_coef=0.1)
     lm = tools.load_plain(tied_policy)
     samples = with_observations(tools.make_samples(lm))
+    if by_turn:
+        samples = [each if each.sampled.all() else replace(each, advantages=(2.0, -1.5)) for each in samples]
     tokens = sum(int(sample.sampled.sum()) for sample in samples)
     totals = LossTotals(num_sequences=len(samples), num_tokens=tokens, length_normalizer=16)
     expected = plain_gradients(tools, lm, samples, objective, totals)

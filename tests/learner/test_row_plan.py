@@ -17,7 +17,8 @@ from tests.tiny_models import finished, reference_tokens, training_sample
 
 def specs(prompt, lengths, first=0):
     return [
-        SampleSpec(prompt_index=prompt, sample_index=first + i, length=n, advantage=0.5) for i, n in enumerate(lengths)
+        SampleSpec(prompt_index=prompt, sample_index=first + i, length=n, advantages=(0.5,))
+        for i, n in enumerate(lengths)
     ]
 
 
@@ -132,14 +133,14 @@ def test_assemble_takes_the_samples_of_the_row_with_their_references():
         ReferenceResult(tokens=[reference_tokens(np.array([-4], np.float32))], report=ReferenceReport([0.0], 0)),
     ]
     row = [
-        SampleSpec(prompt_index=0, sample_index=0, length=1, advantage=0.75),
-        SampleSpec(prompt_index=1, sample_index=0, length=1, advantage=-1.0),
+        SampleSpec(prompt_index=0, sample_index=0, length=1, advantages=(0.75,)),
+        SampleSpec(prompt_index=1, sample_index=0, length=1, advantages=(-1.0,)),
     ]
     prompts = {0: np.array([1, 2], np.int32), 1: np.array([3], np.int32)}
     samples = assemble(row, prompts, micro_groups, references)
     assert [sample.response_ids.tolist() for sample in samples] == [[9], [5]]
     assert [sample.prompt_ids.tolist() for sample in samples] == [[1, 2], [3]]
-    assert [sample.advantage for sample in samples] == [0.75, -1.0]
+    assert [sample.advantages for sample in samples] == [(0.75,), (-1.0,)]
     assert [sample.engine_logprobs.tolist() for sample in samples] == [[-9.0], [-5.0]]
     assert [sample.reference.logprobs.tolist() for sample in samples] == [[-3.0], [-4.0]]
     assert [sample.reference for sample in assemble(row, prompts, micro_groups, [])] == [None, None]
