@@ -27,11 +27,13 @@ ROLES = {  # what a process does, by the class that Ray titles it with
     "LearnerCalls": ("learner",),
     "ColocatedCalls": ("rollout", "learner"),
 }
+ENVIRONMENTS = ("environment", "environments")  # by their names, as processes of a phase: a trajectory's, its maker
 PHASES = [  # what a process can be hit in: (role, phase)
     *(("rollout", name) for name in ("decode", "prefill", "sync", "learn")),
     ("reward", "reward"),
     *((role, "reference") for role in ("reference", "reference rank")),
     *(("learner", name) for name in ("setup", "forward", "backward", "optimizer", "sync", "save")),
+    *((name, name) for name in ENVIRONMENTS),
     *(("driver", name) for name in ("start", "sample", "update", "publish", "learn", "save", "evaluate")),
 ]
 AT_ALL_TIMES = [("rollout", "decode"), ("learner", "backward"), ("driver", "sample")]
@@ -110,7 +112,15 @@ class Target:
             title = self._title(pid)
             if roles := next((roles for name, roles in ROLES.items() if f"ray::{name}" in title), ()):
                 found.append((pid, roles))
+            elif (name := phase_of(pid)) in ENVIRONMENTS and self._is_below(pid):
+                found.append((pid, (name,)))
         return found
+
+    def _is_below(self, pid: int) -> bool:
+        """Whether it was started by a process of this run, whose mark it has not: isolated, it has few variables."""
+        while pid > 1 and not self._title(pid):
+            pid = parent_of(pid)
+        return pid > 1
 
     def raylet(self) -> int | None:
         """The process that is the node to Ray."""
@@ -219,7 +229,7 @@ class Disturber:
             return self._fill(pid)
         if not send(pid, signal.SIGKILL):
             return False
-        others = [other for other, _ in processes if other != pid]
+        others = [other for other, roles in processes if other != pid and roles[0] not in ENVIRONMENTS]
         if cell.kind == "kill two" and others:
             send(self.dice.choice(others), signal.SIGKILL)
         elif cell.kind == "kill, kill" and others:
@@ -240,6 +250,14 @@ class Disturber:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         return True
+
+
+def parent_of(pid: int) -> int:
+    """0: it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def send(pid: int, number: signal.Signals) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import pickle
@@ -15,31 +16,24 @@ import queue
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from infsample_rl.config import Config, RewardFunctionConfig
-from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
+from infsample_rl.config import Config
+from infsample_rl.reward.environment_server import EnvironmentServer
 from infsample_rl.types import Request
 
-START_LIMIT_S = 300.0  # a user's file may import a large library
-END_LIMIT_S = 20.0  # for the keeper to end all there is
+log = logging.getLogger(__name__)
+
 CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, group
 MOST_UNREAD = 1 << 24  # bytes of one reply
-MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
 FORGED = "it wrote into the line of its answers"
-_PROGRAM = (
-    "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
-    "from infsample_rl.reward.keeper import main; "
-    "main(sys.argv[2], 'infsample_rl.reward.environment_process')"
-)
 
 
 class EnvironmentFailed(Exception):
@@ -61,7 +55,8 @@ class _Episode:
     unread: bytes = b""
     opening: str = ""
     done: list[Request] = field(default_factory=list)  # what its process has been asked for
-    was_lost: bool = False  # a process of its before
+    ended_at: int = -1  # how much was done when a process of its ended
+    is_over: bool = False  # nobody wants it any more
     lock: threading.Lock = field(default_factory=threading.Lock)  # its calls are one after another
 
 
@@ -69,44 +64,13 @@ class EnvironmentHost:
     """Environments of the class or the functions that `environment` names."""
 
     def __init__(self, config: Config, python: str = sys.executable) -> None:
-        """Import them in a process of their own, of the interpreter `python`; ValueError in one line when they cannot
-        be had."""
-        own = config.environment
-        files = [RewardFunctionConfig(name=name) for name in filter(None, [own.factory, *own.tools])]
-        isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
-        path = sys.path
-        if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
-            path = package_path()
-            isolation.read.extend(folders_of(python) if isolation.read else [])
-        self._config, self._episodes = own, dict[Hashable, _Episode]()
+        """As EnvironmentServer."""
+        self._config, self._episodes = config.environment, dict[Hashable, _Episode]()
         self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
-        self._control, theirs = socket.socketpair()
-        self._hand_over = threading.Lock()
-        command = [python, "-c", _PROGRAM, json.dumps(path), json.dumps(asdict(isolation))]
-        with theirs:
-            try:
-                self._keeper = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is left to the parent
-                    pass_fds=[theirs.fileno()],
-                    env=environment_of(isolation, os.environ),
-                )
-            except OSError as error:
-                self._control.close()
-                raise ValueError(f"environment: {python} cannot be started ({error.strerror})") from None
-            assert self._keeper.stdin is not None and self._keeper.stdout is not None
-            self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
-            self._keeper.stdin.close()
-            self._requests.send_bytes(pickle.dumps((own, theirs.fileno())))
-        started = self._read_start()
-        if "error" in started:
-            self.close()
-            raise ValueError(started["error"])
-        self.form: str = started["form"]
-        self.tools: list[dict[str, Any]] = started["tools"]
-        self._threads = ThreadPoolExecutor(own.workers, thread_name_prefix="environments")
+        self._start, self._starting = partial(EnvironmentServer, config, python), threading.Lock()
+        self._server = self._start()
+        self.form, self.tools = self._server.form, self._server.tools
+        self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="environments")
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
         """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
@@ -121,7 +85,7 @@ class EnvironmentHost:
         """What an environment says at its beginning. EnvironmentFailed when it does not begin."""
         episode = _Episode(seed, columns)
         try:
-            self._begin(episode)
+            self._ask(episode, None)
         finally:
             self._end(episode)
         return episode.opening
@@ -130,37 +94,21 @@ class EnvironmentHost:
         """The environment of `key` is not wanted any more, nor what it was asked for."""
         episode = self._episodes.pop(key, None)
         if episode is not None:
+            episode.is_over = True
             self._end(episode)
 
     def close(self) -> None:
         """End all environments."""
         for key in list(self._episodes):
             self.end(key)
-        self._control.close()
-        self._requests.close()
-        self._keeper.terminate()
-        try:
-            self._keeper.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
-        if self._keeper.stdout is not None:
-            self._keeper.stdout.close()
-        if hasattr(self, "_threads"):
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        self._server.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Request]) -> None:
         try:
             with episode.lock:
                 episode.done += before
-                try:
-                    found = self._ask(episode, request)
-                except ProcessEnded:  # killed, or by its own fault: then it ends again
-                    self._end(episode)
-                    if episode.was_lost or self._episodes.get(key) is not episode:
-                        raise
-                    episode.was_lost, episode.line, episode.unread = True, None, b""
-                    found = self._ask(episode, request)
+                found = self._ask(episode, request)
                 episode.done.append(request)
             if not _is_reply(found, *request):
                 raise EnvironmentFailed(FORGED)
@@ -171,25 +119,54 @@ class EnvironmentHost:
         if self._episodes.get(key) is episode:
             self.answers.put((key, found))
 
-    def _ask(self, episode: _Episode, request: Request) -> dict[str, Any]:
-        """Its answer, of a new process where it has none, which does first what others have done."""
-        if episode.line is None:
-            self._begin(episode)
-            for each in episode.done:
-                self._call(episode, *each)
-        return self._call(episode, *request)
+    def _ask(self, episode: _Episode, request: Request | None) -> dict[str, Any]:
+        """Its answer; None asks only that it begins. Where its process has ended, a new one does what the last has done
+        and is asked again: it was killed or, when the next ends too, has a fault."""
+        while True:
+            try:
+                if episode.line is None:
+                    self._begin(episode)
+                    for each in episode.done:
+                        self._call(episode, *each)
+                return {} if request is None else self._call(episode, *request)
+            except ProcessEnded:
+                self._end(episode)
+                if episode.is_over or episode.ended_at == len(episode.done):
+                    raise
+                episode.ended_at, episode.line, episode.unread = len(episode.done), None, b""
 
     def _begin(self, episode: _Episode) -> None:
+        """A process for it, of a new server where the one that there was is gone."""
+        server = self._server
+        try:
+            self._meet(episode, server)
+        except ProcessEnded:
+            self._end(episode)
+            self._meet(episode, self._successor(server))
+        episode.opening = str(self._receive(episode)["said"])
+
+    def _meet(self, episode: _Episode, server: EnvironmentServer) -> None:
+        """Its process's first word, so that the system says who it is."""
         episode.line, theirs = socket.socketpair()
         episode.line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with theirs:
             try:
-                with self._hand_over:
-                    socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+                server.hand_over(theirs)
             except OSError:
-                raise EnvironmentFailed("the process that makes environments is gone") from None
+                raise ProcessEnded("the process that makes environments is gone") from None
         self._call(episode, "reset", episode.seed, episode.columns)
-        episode.opening = str(self._receive(episode)["said"])
+
+    def _successor(self, server: EnvironmentServer) -> EnvironmentServer:
+        """The server now, after one of whose forks has ended before it began."""
+        with self._starting:
+            if self._server is server and (why := server.how_it_ended()):
+                log.warning("environments: the process that makes them has ended (%s); another is started", why)
+                server.close()
+                try:
+                    self._server = self._start()
+                except ValueError as error:
+                    raise EnvironmentFailed(str(error)) from None
+            return self._server
 
     def _call(self, episode: _Episode, *request: Any) -> dict[str, Any]:
         assert episode.line is not None
@@ -251,22 +228,6 @@ class EnvironmentHost:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(episode.pid, signal.SIGKILL)
         episode.pid = 0
-
-    def _read_start(self) -> dict[str, Any]:
-        """What the process says once it has imported everything."""
-        assert self._keeper.stdout is not None
-        deadline, text = time.monotonic() + START_LIMIT_S, b""
-        while b"\n" not in text.lstrip(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not wait([self._keeper.stdout.fileno()], left):
-                self.close()
-                raise ValueError(f"environment: importing it did not end in {START_LIMIT_S:.0f} s")
-            read = os.read(self._keeper.stdout.fileno(), 1 << 16)
-            if not read:
-                return {"error": "environment: the process that imports it died"}
-            text += read
-        found: dict[str, Any] = json.loads(text.lstrip(b"\n").split(b"\n")[0])
-        return found if "died" not in found else {"error": f"environment: its process died ({found['died']})"}
 
 
 def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:

@@ -39,6 +39,7 @@ from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import as_reward
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
+from infsample_rl.reward.linux_sandbox import NAME, prctl
 from infsample_rl.reward.user_function import describe_error, import_name
 
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
@@ -57,6 +58,7 @@ def main(isolation: Isolation) -> None:
         os._exit(1)
     reply(replies, {"pid": os.getpid(), "form": maker.form, "tools": maker.schemas})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    _be_called(b"environments")
     with socket.socket(fileno=control) as host:
         while True:
             _, handed, _, _ = socket.recv_fds(host, 1, 1)
@@ -126,6 +128,7 @@ class Maker:
 def serve(host: socket.socket, maker: Maker) -> None:
     """Be the environment of one trajectory until the host is gone."""
     os.setsid()  # so that it is ended with all it starts
+    _be_called(b"environment")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     made: Any = None
     actor: Any = None
@@ -157,6 +160,12 @@ def serve(host: socket.socket, maker: Maker) -> None:
             reply(host.fileno(), {"failed": without_values(describe_error(error, os.path.abspath(maker.path)))})
     sys.stdout.flush()
     os._exit(0)
+
+
+def _be_called(name: bytes) -> None:
+    """As `top` shows it, and chaos finds it; a worker has the name of its phase there."""
+    if sys.platform.startswith("linux"):
+        prctl(NAME, name)
 
 
 def _read(host: socket.socket, size: int) -> bytes:

@@ -14,7 +14,7 @@ import platform
 import stat
 import struct
 
-SUBREAPER, DEATH_SIGNAL = 36, 1  # prctl
+SUBREAPER, DEATH_SIGNAL, NAME = 36, 1, 15  # prctl
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
@@ -42,7 +42,7 @@ _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int | bytes) -> None:
     """prctl(2); OSError when it fails."""
     _check(_libc().prctl(option, value, 0, 0, 0), "prctl")
 

@@ -136,7 +136,7 @@ def answers(host, count, seconds=30.0):
 
 def sleeps(host):
     """Whether something below the host still sleeps for 1,234 seconds."""
-    for child in psutil.Process(host._keeper.pid).children(recursive=True):
+    for child in psutil.Process(host._server._keeper.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
             if "1234" in child.cmdline():
                 return True
@@ -220,7 +220,7 @@ def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
         assert asked(host, "call", [("add", {"amount": 1})], key="two")["said"] == ["The total is 1."]
     finally:
         host.close()
-    assert not psutil.pid_exists(host._keeper.pid) or not psutil.Process(host._keeper.pid).is_running()
+    assert not psutil.pid_exists(host._server._keeper.pid) or not psutil.Process(host._server._keeper.pid).is_running()
 
 
 def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
@@ -248,14 +248,12 @@ def test_gymnasiums_form_is_told_by_its_step(file):
         host.close()
 
 
-def test_a_killed_process_is_started_again_once_and_brought_to_where_it_was(host):
+def test_a_killed_process_is_started_again_and_brought_to_where_it_was(host):
     asked(host, "call", [("add", {"amount": 2})], key="killed", end=False)
-    for reply in (["The total is 3."], None):
+    for total in (3, 4):
         os.kill(host._episodes["killed"].pid, signal.SIGKILL)
         host.ask("killed", ("call", [("add", {"amount": 1})]))
-        found = answers(host, 1)["killed"]
-        assert found.get("said") == reply
-    assert found == {"failed": "its process ended"}
+        assert answers(host, 1)["killed"]["said"] == [f"The total is {total}."]
     host.end("killed")
 
 
@@ -266,14 +264,34 @@ def test_a_process_that_begins_late_does_first_what_had_been_asked_before(host):
     host.end("late")
 
 
-def test_a_host_whose_process_is_killed_answers_that_it_is_gone(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Counter"))
+@pytest.mark.parametrize("killed", ["the server", "its keeper"])
+def test_environments_whose_server_is_killed_go_on_in_another(file, killed, caplog):
+    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
     try:
-        [server] = psutil.Process(host._keeper.pid).children()
+        for number in range(2):
+            asked(host, "act", "left", key=f"before {number}", end=False)
+            keeper = psutil.Process(host._server._keeper.pid)
+            os.kill((keeper if killed == "its keeper" else keeper.children()[0]).pid, signal.SIGKILL)
+            assert asked(host, "act", "up", key="after")["said"] == "you said up"
+            host.ask(f"before {number}", ("act", "down"))
+            assert answers(host, 1)[f"before {number}"]["said"] == "you said down"
+        assert host.opening(7, {"target": 5}) == "seed 7, 5"
+    finally:
+        host.close()
+    assert caplog.text.count("another is started") == 2
+    assert ("killed by SIGKILL" if killed == "the server" else "its keeper was killed") in caplog.text
+
+
+def test_a_file_that_is_broken_when_a_server_is_started_again_fails_what_needs_it(file):
+    host, text = EnvironmentHost(config_of(factory=f"{file}:Game")), file.read_text()
+    try:
+        file.write_text("import nothing_like_this")
+        [server] = psutil.Process(host._server._keeper.pid).children()
         server.kill()
         server.wait()
-        assert asked(host, "reward")["failed"] in ("its process ended", "the process that makes environments is gone")
+        assert "nothing_like_this" in asked(host, "reward")["failed"]
     finally:
+        file.write_text(text)
         host.close()
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from infsample_rl.commands.chaos import differences
+from infsample_rl.commands.disturbance import Target, send
+from infsample_rl.learner.advantage import turn_advantages
 from tests.real_runs import kill_a_decoding_worker
 
 GAME = '''
@@ -81,6 +86,21 @@ def test_no_bit_changes_with(train, settings, plain, changes):
 
 
 @pytest.mark.slow
+def test_turns_are_credited_with_what_they_earned(train, settings, plain):
+    run = train(*settings, "objective.turn_credit=turn", "logging.completions_per_step=1000")
+    assert run.rows[1]["reward/mean"] == plain.rows[1]["reward/mean"]
+    assert run.rows[1]["learner/grad_norm"] != plain.rows[1]["learner/grad_norm"]
+    groups = defaultdict(list)
+    for each in map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()):
+        groups[each["step"], each["prompt_index"]].append(each)
+    for group in groups.values():
+        of_turns = [each["turn_rewards"] or [0.0] for each in group]
+        wanted = turn_advantages([each["reward"] for each in group], of_turns, "std")
+        assert [tuple(each.get("turn_advantages", [each["advantage"]])) for each in group] == wanted
+    assert any(len(set(each.get("turn_advantages", []))) > 1 for group in groups.values() for each in group)
+
+
+@pytest.mark.slow
 def test_with_vllm_every_trajectory_is_the_same(train, settings):
     """A turn is a request of its own, with all tokens so far."""
     own = [*settings, f"model.path={POLICY}", f"rollout.stop_token_ids={list(range(20, 90, 6))}"]
@@ -91,6 +111,23 @@ def test_with_vllm_every_trajectory_is_the_same(train, settings):
         assert row["learner/grad_norm"] == pytest.approx(wanted["learner/grad_norm"], rel=1e-3)
     assert all(row["rollout/engine_preemptions"] == 0 for row in with_vllm.rows)
     assert all(row["environment/turns_mean"] > 1 for row in plain.rows)
+
+
+@pytest.mark.slow
+def test_killed_environments_change_no_bit(command, settings, plain, tmp_path: Path):
+    """Processes of trajectories, and those that make them, of the driver and of the rollout worker."""
+    run, left = tmp_path / "run", ["environment", "environments", "environment", "environments", "environment"]
+    target = Target(command(run, *settings), run)
+    try:
+        while target.driver.poll() is None:
+            pids = [pid for pid, roles in target.processes() if left and roles == (left[0],)]
+            if any(send(pid, signal.SIGKILL) for pid in pids[:1]):
+                left.pop(0)
+            time.sleep(0.3)
+        assert target.driver.returncode == 0
+    finally:
+        target.end()
+    assert not left and differences(plain.folder, run) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,116 @@
+"""The process that has imported a user's environment and forks itself for every trajectory: its parent's side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from infsample_rl.config import Config, RewardFunctionConfig
+from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
+
+START_LIMIT_S = 300.0  # a user's file may import a large library
+END_LIMIT_S = 20.0  # for the keeper to end all there is
+GONE_LIMIT_S = 2.0  # until a keeper whose server has ended is gone too
+MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
+_PROGRAM = (
+    "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
+    "from infsample_rl.reward.keeper import main; "
+    "main(sys.argv[2], 'infsample_rl.reward.environment_process')"
+)
+
+
+class EnvironmentServer:
+    """reward/environment_process.py behind its keeper, held to reward.isolation."""
+
+    def __init__(self, config: Config, python: str = sys.executable) -> None:
+        """Import the user's files there, of the interpreter `python`; ValueError in one line when they cannot be
+        had."""
+        own = config.environment
+        files = [RewardFunctionConfig(name=name) for name in filter(None, [own.factory, *own.tools])]
+        isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
+        path = sys.path
+        if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
+            path = package_path()
+            isolation.read.extend(folders_of(python) if isolation.read else [])
+        self._control, theirs = socket.socketpair()
+        self._hand_over = threading.Lock()
+        command = [python, "-c", _PROGRAM, json.dumps(path), json.dumps(asdict(isolation))]
+        with theirs:
+            try:
+                self._keeper = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is left to the parent
+                    pass_fds=[theirs.fileno()],
+                    env=environment_of(isolation, os.environ),
+                )
+            except OSError as error:
+                self._control.close()
+                raise ValueError(f"environment: {python} cannot be started ({error.strerror})") from None
+            assert self._keeper.stdin is not None
+            self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
+            self._keeper.stdin.close()
+            self._requests.send_bytes(pickle.dumps((own, theirs.fileno())))
+        started = self._read_start()
+        if "error" in started:
+            self.close()
+            raise ValueError(started["error"])
+        self.form: str = started["form"]
+        self.tools: list[dict[str, Any]] = started["tools"]
+
+    def hand_over(self, line: socket.socket) -> None:
+        """Let a new fork of it serve this line. OSError where it is gone."""
+        with self._hand_over:
+            socket.send_fds(self._control, [b"\0"], [line.fileno()])
+
+    def how_it_ended(self) -> str:
+        """ "" while it lives, for a moment at least."""
+        try:
+            self._keeper.wait(GONE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        assert self._keeper.stdout is not None
+        os.set_blocking(self._keeper.stdout.fileno(), False)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(json.loads(os.read(self._keeper.stdout.fileno(), 1 << 16))["died"])
+        return "its keeper was killed"
+
+    def close(self) -> None:
+        """End it, and all that it has forked."""
+        self._control.close()
+        self._requests.close()
+        self._keeper.terminate()
+        try:
+            self._keeper.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        if self._keeper.stdout is not None:
+            self._keeper.stdout.close()
+
+    def _read_start(self) -> dict[str, Any]:
+        """What it says once it has imported everything."""
+        assert self._keeper.stdout is not None
+        deadline, text = time.monotonic() + START_LIMIT_S, b""
+        while b"\n" not in text.lstrip(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not wait([self._keeper.stdout.fileno()], left):
+                self.close()
+                raise ValueError(f"environment: importing it did not end in {START_LIMIT_S:.0f} s")
+            read = os.read(self._keeper.stdout.fileno(), 1 << 16)
+            if not read:
+                return {"error": "environment: the process that imports it died"}
+            text += read
+        found: dict[str, Any] = json.loads(text.lstrip(b"\n").split(b"\n")[0])
+        return found if "died" not in found else {"error": f"environment: its process died ({found['died']})"}
