@@ -67,17 +67,27 @@ class TurnTemplate:
 
     def observation_ids(self, messages: Sequence[Message], last: int | None = None) -> list[int]:
         """The ids behind a sampled turn whose `last` token, by default the template's own, stopped it: `messages`, and
-        the beginning of the next turn. ValueError where the template refuses them, or puts them elsewhere."""
-        text = self._render([_QUESTION, {"role": "assistant", "content": _SAMPLED}, *messages])
-        if text.count(_SAMPLED) != 1:
-            raise ValueError(f"{self._name} does not show an assistant's turn as it was sampled")
-        behind = text[text.index(_SAMPLED) + len(_SAMPLED) :]
+        the beginning of the next turn. ValueError where the template refuses them, or puts them elsewhere.
+
+        A special token that stopped it closes it as the template's own would have; behind another stop token, as one of
+        rollout.stop_token_ids, the template's own comes first."""
+        behind = self._behind_a_turn(messages)
         end = next((end for end in self._ends if behind.startswith(end)), None)
         if end is None:
             shown = repr(behind[:40])
             raise ValueError(f"{self._name} ends an assistant's turn with {shown}, which is no stop token")
-        is_own = last is None or self.tokenizer.decode([last]) == end
-        return self.tokenizer(behind[len(end) :] if is_own else behind, add_special_tokens=False)["input_ids"]
+        is_closed = last is None or self.tokenizer.decode([last]) == end
+        if not is_closed and last in self.tokenizer.all_special_ids:
+            # where no message follows GLM's turns have no end: theirs is how the next begins
+            is_closed = self._behind_a_turn([], add_generation_prompt=False).startswith(end)
+        return self.tokenizer(behind[len(end) :] if is_closed else behind, add_special_tokens=False)["input_ids"]
+
+    def _behind_a_turn(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        turn: Message = {"role": "assistant", "content": _SAMPLED}
+        text = self._render([_QUESTION, turn, *messages], add_generation_prompt=add_generation_prompt)
+        if text.count(_SAMPLED) != 1:
+            raise ValueError(f"{self._name} does not show an assistant's turn as it was sampled")
+        return text[text.index(_SAMPLED) + len(_SAMPLED) :]
 
     def parse(self, text: str) -> Turn:
         """The calls in a sampled turn's text, special tokens and all. ValueError where the template has no known form
@@ -110,7 +120,8 @@ class TurnTemplate:
         call: Message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
         written = self._render([_QUESTION, call], add_generation_prompt=False)
         shown = written[written.rfind("probe_name") - 60 :] if "probe_name" in written else ""
-        for mark, read in ((r"<function=probe_name>", self._xml_calls), (r'<tool_call>\s*{"name"', json_calls)):
+        forms = (r"<function=probe_name>", self._xml_calls), (r"<arg_key>probe_key</arg_key>", self._tagged_calls)
+        for mark, read in (*forms, (r'<tool_call>\s*{"name"', json_calls)):
             if re.search(mark, written):
                 return read
         if re.search(r'{"name": "probe_name", "parameters": ', written):
@@ -128,6 +139,15 @@ class TurnTemplate:
                 raise BadCall("a tool call must be <function=NAME>...</function>")
             values = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL)
             found.append((function[1], {key: self._typed(function[1], key, value) for key, value in values}))
+        return found
+
+    def _tagged_calls(self, text: str) -> list[tuple[Any, Any]]:
+        """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>, as GLM."""
+        found = []
+        for body in _between(text, "<tool_call>", "</tool_call>"):
+            name = body.partition("<arg_key>")[0].strip()
+            pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
+            found.append((name, {key: self._typed(name, key, value) for key, value in pairs}))
         return found
 
     def _typed(self, name: str, key: str, value: str) -> Any:

@@ -29,7 +29,8 @@ def tokenizer_of(template: str):
     """Bytes, with the template and its special tokens."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]})
+    special = ["<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|observation|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     return tokenizer
 
 
@@ -38,7 +39,7 @@ def of_trl(name: str, tools=(ADD,), **kwargs) -> TurnTemplate:
     if not path.is_file():
         pytest.skip("TRL, which has the templates, is not installed here: make test-all installs it")
     tokenizer = tokenizer_of(path.read_text())
-    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<|observation|>"])
     return TurnTemplate.of(tokenizer, kwargs, list(tools), stops)
 
 
@@ -65,9 +66,11 @@ def test_without_tools_an_observation_is_the_users():
     ids = template.observation_ids([{"role": "user", "content": "Higher."}])
     behind = "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == behind
-    # stopped by another token than the template's own, which then follows
-    ids = template.observation_ids([{"role": "user", "content": "Higher."}], tokenizer.convert_tokens_to_ids("<|pad|>"))
+    # stopped by a token that ends no turn: the template's own end then follows
+    ids = template.observation_ids([{"role": "user", "content": "Higher."}], tokenizer.convert_tokens_to_ids("!"))
     assert tokenizer.decode(ids) == "<|im_end|>" + behind
+    ids = template.observation_ids([{"role": "user", "content": "Higher."}], tokenizer.convert_tokens_to_ids("<|pad|>"))
+    assert tokenizer.decode(ids) == behind
 
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 0.5}}\n</tool_call>'
@@ -75,11 +78,16 @@ XML = (
     "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n"
     "<parameter=b>\n0.5\n</parameter>\n</function>\n</tool_call>"
 )
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>0.5</arg_value>\n</tool_call>"
+)
 LLAMA = '{"name": "add", "parameters": {"a": 2, "b": 0.5}}<|eot_id|>'
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("qwen2_5", HERMES), ("qwen3", HERMES), ("qwen3_5_nothink", XML), ("llama3_1", LLAMA)]
+    ("name", "text"),
+    [("qwen2_5", HERMES), ("qwen3", HERMES), ("qwen3_5_nothink", XML), ("llama3_1", LLAMA), ("glm4moe", GLM)],
 )
 def test_calls_are_read_in_the_form_that_the_template_writes(name, text):
     template = of_trl(name)
