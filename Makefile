@@ -23,8 +23,9 @@ READY := $(VENV)/.ready
 # vLLM pins other versions than ours. With GPUs: VLLM="vllm==0.26.0", or the newest that the engine takes.
 VLLM ?= -r requirements-vllm.lock
 VLLM_VENV := .venv-vllm
+VERIFIERS := .venv-verifiers
 
-.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm tables results docs reference smollm2 lock clean
+.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm verifiers tables results docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -32,7 +33,7 @@ run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.tools vllm test
+test-all: $(VENV)/.tools vllm verifiers test
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
@@ -54,6 +55,9 @@ gpu-evidence:
 
 # The interpreter that rollout.engine=vllm starts its rollout workers in.
 vllm: $(VLLM_VENV)/.ready
+
+# A client of `serve`, whose openai is an older one than ours.
+verifiers: $(VERIFIERS)/.ready
 
 # The paper's tables and its memory figure, docs/results/paper_tables.md and docs/results/memory.png.
 tables: $(READY)
@@ -101,6 +105,11 @@ $(VLLM_VENV)/.ready: requirements-vllm.lock requirements.lock $(READY)
 	$(BIN)/uv pip uninstall -q --python $(VLLM_VENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 
+$(VERIFIERS)/.ready: requirements-verifiers.lock $(READY)
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(BIN)/uv pip install -q --no-deps --python $(VERIFIERS)/bin/python -r requirements-verifiers.lock
+	touch $@
+
 # Extras, linters, TRL and verl from the registry of packages; a browser where none is installed.
 $(VENV)/.tools: requirements-tools.lock $(READY)
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python -r requirements-tools.lock \
@@ -116,4 +125,4 @@ lock:
 	mv requirements.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -18,6 +18,7 @@ COMMANDS = {  # name: (module with main(arguments), what it does)
         "mean@k, pass@k and majority vote of a checkpoint on held-out problems",
     ),
     "chat": ("infsample_rl.commands.chat", "talk with a checkpoint"),
+    "serve": ("infsample_rl.commands.serve.__main__", "a checkpoint behind HTTP, for harnesses that call the policy"),
     "merge": ("infsample_rl.commands.merge", "a LoRA checkpoint merged into its base model"),
     "report": ("infsample_rl.commands.report", "one HTML page of one run or of several"),
     "replay": ("infsample_rl.commands.replay", "a recorded step once more: its update, bit by bit, or its schedule"),

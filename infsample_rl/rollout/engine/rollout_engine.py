@@ -81,6 +81,7 @@ class RolloutEngine(ABC):
         if stop_token_ids is None:
             stop_token_ids = stop_ids_of(generation, tokenizer, config.stop_token_ids)
         self.stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, config.stop_strings)
+        self._own_stops = stop_token_ids  # whatever sample_by() adds
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
         self._loop: StepLoop | None = None  # of the last stream
@@ -107,6 +108,12 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _new_loop(self, call: Call) -> StepLoop:
         """What decodes a call's groups."""
+
+    def sample_by(self, config: RolloutConfig) -> None:
+        """Sample as these settings say from the next call on; the pool stays as it is. ValueError for a stop string
+        that cannot be."""
+        self._stop_strings = StopStrings(self.tokenizer, config.stop_strings)
+        self.config, self.stop_token_ids = config, self._own_stops | set(config.stop_token_ids)
 
     def generate(
         self,

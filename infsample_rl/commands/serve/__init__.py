@@ -1,0 +1,1 @@
+"""A checkpoint behind HTTP, for harnesses that call the policy themselves."""

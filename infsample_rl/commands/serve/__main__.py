@@ -1,0 +1,114 @@
+"""Serve a checkpoint: python -m infsample_rl serve CHECKPOINT [port=8000] [rows=8] [waiting=256] [max_new_tokens=512]
+[name=NAME] [section.key=value ...]
+
+CHECKPOINT is RUN/checkpoints/step_N, whose run's sampling and chat template are taken, or any Hugging Face folder or
+hub name. The training engine answers on 127.0.0.1:
+
+  POST /inference/v1/generate   token ids in, token ids and log-probabilities out, as vLLM's
+  POST /v1/chat/completions     messages in, messages and tool calls out, as OpenAI's
+  GET  /v1/models
+
+Clients give the key as Authorization: Bearer KEY: that of the variable INFSAMPLE_RL_SERVE_KEY, else one that is made
+and shown. Requests with equal sampling parameters that wait decode together; above waiting= they get 429. One with a
+seed gets the same answer in any company. Ctrl-C ends it. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from dataclasses import dataclass
+
+import torch
+from aiohttp import web
+
+from infsample_rl.commands.merge import load_policy_folder
+from infsample_rl.commands.run_settings import load_run_config, model_and_run
+from infsample_rl.commands.serve.request_queue import RequestQueue
+from infsample_rl.commands.serve.server import Served, Server
+from infsample_rl.config import Config
+from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.data.chat import check_template_kwargs
+from infsample_rl.model.tokenizer import load_tokenizer
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+
+KEY = "INFSAMPLE_RL_SERVE_KEY"
+ADDRESS = "127.0.0.1"
+END_LIMIT_S = 5.0  # for answers that say that it ends
+
+
+@dataclass(kw_only=True)
+class ServeOptions:
+    """What is no setting of a run."""
+
+    port: int = option(8000, "of 127.0.0.1; 0: any that is free", low=0, high=65535)
+    rows: int = option(8, "full responses that the KV pool holds", low=1)
+    waiting: int = option(256, "most requests in line", low=1)
+    max_new_tokens: int = option(512, "longest response in tokens", low=1)
+    name: str | None = option(None, "of the model, as clients give it; none: CHECKPOINT")
+
+
+def serve_config(checkpoint: str, options: ServeOptions, overrides: list[str]) -> Config:
+    """The run's settings with what serving needs. ValueError in one line."""
+    ours, run_dir = model_and_run(checkpoint)
+    ours += [f"rollout.group_size={options.rows}", f"rollout.slots={options.rows}", "rollout.prompts_at_once=auto"]
+    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null", "environment.factory=null"]
+    ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0"]
+    ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
+    ours += ["environment.tools=[]", "rollout.micro_group_size=1"]
+    if run_dir is None:
+        ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
+    return load_run_config(run_dir, [*ours, *overrides])
+
+
+def build(checkpoint: str, options: ServeOptions, overrides: list[str], key: str) -> Server:
+    """The server of a checkpoint. ValueError in one line."""
+    config = serve_config(checkpoint, options, overrides)
+    tokenizer = load_tokenizer(config.model)
+    check_template_kwargs(tokenizer, config.data)
+    model = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
+    engine = SamplingEngine(model, tokenizer, config.rollout, lm_head_fp32=config.model.lm_head_fp32)
+    queue = RequestQueue(engine, config.run.seed, most_waiting=options.waiting)
+    served = Served(
+        name=options.name or checkpoint,
+        key=key,
+        config=config,
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        context=engine.context,
+        stop_token_ids=engine.stop_token_ids,
+    )
+    return Server(served, queue)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or "=" in arguments[0]:
+        raise ValueError("give a checkpoint first: python -m infsample_rl serve RUN/checkpoints/step_N")
+    checkpoint = arguments[0]
+    options, overrides = parse_with_settings(arguments[1:], ServeOptions)
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((ADDRESS, options.port))
+    except OSError as error:
+        raise ValueError(f"port={options.port}: {error.strerror}") from None
+    own = os.environ.get(KEY)
+    key = own or secrets.token_urlsafe(24)
+    server = build(checkpoint, options, overrides, key)
+    shown = f"the key of {KEY}" if own else f"key {key}"
+    print(f"serving {server.name} on http://{ADDRESS}:{listening.getsockname()[1]}, {shown}", flush=True)
+    web.run_app(
+        server.app, sock=listening, print=None, handler_cancellation=True, access_log=None, shutdown_timeout=END_LIMIT_S
+    )
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The routes of `python -m infsample_rl serve`: vLLM's for token ids, OpenAI's for messages. Whoever has the key may
+call them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from aiohttp import web
+
+from infsample_rl.commands.serve.parameters import RequestError, SampleRequest, read_parameters
+from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue
+from infsample_rl.config import Config
+from infsample_rl.data.rows import one_line
+from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.model.tokenizer import response_text
+from infsample_rl.types import Completion
+
+LARGEST_BODY = 64 << 20
+RETRY_AFTER_S = 1
+OF_GENERATE = {"model", "request_id", "token_ids", "sampling_params", "cache_salt", "priority", "stream"}
+OF_CHAT = {"model", "messages", "tools", "tool_choice", "chat_template_kwargs", "return_token_ids", "user", "stream"}
+Body = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is served, and for whom."""
+
+    name: str  # of the model
+    key: str
+    config: Config
+    tokenizer: Any  # PreTrainedTokenizerBase, whose decode and apply_chat_template have types of every use together
+    vocab_size: int
+    context: int | None  # most tokens of a prompt and its response
+    stop_token_ids: set[int]
+
+
+class Server:
+    """Answers requests out of a queue's completions."""
+
+    def __init__(self, served: Served, queue: RequestQueue) -> None:
+        self._served, self._queue, self.name = served, queue, served.name
+        self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
+        self.app.on_shutdown.append(self._end)
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_post("/inference/v1/generate", self._generate)
+        self.app.router.add_post("/v1/chat/completions", self._chat)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who has not the key gets 401; what is wrong with a request is told as OpenAI tells it."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        try:
+            if not hmac.compare_digest(given.encode(), self._served.key.encode()):
+                raise RequestError("the key is missing or another: give Authorization: Bearer KEY", status=401)
+            return await handler(request)
+        except RequestError as error:
+            return _refusal(str(error), error.status, error.parameter)
+        except QueueFull:
+            return _refusal("as many requests wait as may: try again", 429, retry_after=RETRY_AFTER_S)
+        except web.HTTPException as error:
+            return _refusal(error.reason, error.status)
+        except ValueError as error:
+            return _refusal(one_line(error), 400)
+        except QueueClosed:
+            return _refusal("the server ends", 503)
+        except Exception as error:
+            return _refusal(f"it failed: {type(error).__name__}: {one_line(error)}", 500)
+
+    async def _end(self, _: web.Application) -> None:
+        self._queue.close()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "infsample_rl"}
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": self._served.context}]})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        """Token ids in, token ids and log-probabilities out, as vLLM's route of this name."""
+        body = await self._body(request, OF_GENERATE)
+        if body.get("priority") not in (None, 0):
+            raise RequestError(f"priority={body['priority']}, but requests are served in line", parameter="priority")
+        ids, given = body.get("token_ids"), body.get("sampling_params") or {}
+        if not isinstance(ids, list) or not isinstance(given, dict):
+            raise RequestError("give token_ids, a list, and sampling_params, an object", parameter="token_ids")
+        completions = await self._sampled(self._read(given, ids))
+        choices = [
+            {
+                "index": index,
+                "token_ids": completion.token_ids.tolist(),
+                "logprobs": {"content": _logprobs(completion, [f"token_id:{each}" for each in completion.token_ids])},
+                "finish_reason": completion.finish_reason,
+            }
+            for index, completion in enumerate(completions)
+        ]
+        found = {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": choices, "prompt_logprobs": None}
+        return web.json_response(found | {"usage": _usage(ids, completions)})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        """Messages in, messages out, as OpenAI's chat completions; tool calls in the chat template's own form."""
+        body = await self._body(request, OF_CHAT, others=True)
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise RequestError(f"tool_choice={body['tool_choice']}: no call can be forced", parameter="tool_choice")
+        tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        kwargs = {**self._served.config.data.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
+        prompt_ids = self._render(body.get("messages"), tools, kwargs)
+        template = TurnTemplate(self._served.tokenizer, kwargs, tools, self._served.stop_token_ids)
+        if tools:
+            template.parse("")  # ValueError for calls that could not be read
+        given = {name: value for name, value in body.items() if name not in OF_CHAT}
+        if "max_completion_tokens" in given:
+            given.setdefault("max_tokens", given.pop("max_completion_tokens"))
+        wants_logprobs = bool(given.get("logprobs"))
+        if given.pop("top_logprobs", 0) not in (None, 0, 1):
+            raise RequestError("of each place the sampled token alone has a log-probability", parameter="top_logprobs")
+        asked = self._read(given, prompt_ids)
+        completions = await self._sampled(asked)
+        stops = [*self._served.config.rollout.stop_strings, *asked.parameters.stop]
+        choices = [
+            self._choice(index, completion, stops, template if tools else None, wants_logprobs)
+            | ({"token_ids": completion.token_ids.tolist()} if body.get("return_token_ids") else {})
+            for index, completion in enumerate(completions)
+        ]
+        found = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
+        found |= {"model": self._served.name, "choices": choices, "usage": _usage(prompt_ids, completions)}
+        return web.json_response(found | ({"prompt_token_ids": prompt_ids} if body.get("return_token_ids") else {}))
+
+    def _choice(
+        self,
+        index: int,
+        completion: Completion,
+        stops: list[str],
+        template: TurnTemplate | None,
+        wants_logprobs: bool,
+    ) -> Body:
+        served, ids = self._served, completion.token_ids.tolist()
+        text = response_text(served.tokenizer, ids, stops)
+        turn = None if template is None else template.parse(served.tokenizer.decode(ids))
+        message: Body = {"role": "assistant", "content": text}
+        reason = completion.finish_reason
+        if turn is not None and turn.calls:
+            reason = "tool_calls" if reason == "stop" else reason
+            message["content"] = text.partition("<tool_call>")[0].strip() or None if "<tool_call>" in text else None
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+                }
+                for call in turn.calls
+            ]
+        tokens = [served.tokenizer.decode([each]) for each in ids] if wants_logprobs else []
+        logprobs = {"content": _logprobs(completion, tokens)} if wants_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _render(self, messages: Any, tools: list[Any], kwargs: Mapping[str, Any]) -> list[int]:
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise RequestError("give messages, a list of objects", parameter="messages")
+        offered = {"tools": tools} if tools else {}
+        try:
+            text = self._served.tokenizer.apply_chat_template(
+                [_as_template_takes(each) for each in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **offered,
+                **kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the chat template refuses messages: {one_line(error)}", parameter="messages") from None
+        ids: list[int] = self._served.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    async def _body(self, request: web.Request, known: set[str], *, others: bool = False) -> Body:
+        """The request's JSON. RequestError for what is none, for another model, and for what nobody would read."""
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise RequestError(f"the body must be JSON: {one_line(error)}") from None
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        if body.get("model") not in (None, self._served.name):
+            raise RequestError(
+                f"model={body['model']} is not served: {self._served.name} is", status=404, parameter="model"
+            )
+        if body.get("stream"):
+            raise RequestError("stream=true, but answers come whole", parameter="stream")
+        unknown = [name for name in body if name not in known]
+        if unknown and not others:
+            raise RequestError(f"{unknown[0]} is unknown; known are {', '.join(sorted(known))}", parameter=unknown[0])
+        return body
+
+    def _read(self, given: Mapping[str, Any], prompt_ids: list[int]) -> SampleRequest:
+        served = self._served
+        return read_parameters(
+            given, prompt_ids, served.config.rollout, vocab_size=served.vocab_size, context=served.context
+        )
+
+    async def _sampled(self, request: SampleRequest) -> list[Completion]:
+        waiting = self._queue.submit(request)
+        try:
+            return await asyncio.wrap_future(waiting.completions)
+        finally:  # also where the client has gone
+            waiting.is_abandoned = True
+
+
+def _as_template_takes(message: Body) -> Body:
+    """OpenAI's form of a message as templates take it: texts for parts, objects for arguments."""
+    found = dict(message)
+    if isinstance(found.get("content"), list):
+        parts = found["content"]
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            raise RequestError("a message's parts must be texts", parameter="messages")
+        found["content"] = "".join(part.get("text", "") for part in parts)
+    if found.get("content") is None:
+        found["content"] = ""
+    if found.get("tool_calls"):
+        calls = [dict(call, function=dict(call["function"])) for call in found["tool_calls"]]
+        for call in calls:
+            if isinstance(call["function"].get("arguments"), str):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        found["tool_calls"] = calls
+    return found
+
+
+def _logprobs(completion: Completion, tokens: list[str]) -> list[Body]:
+    """Of softmax(logits / temperature) over the whole vocabulary."""
+    return [
+        {"token": token, "logprob": float(value), "bytes": list(token.encode()), "top_logprobs": []}
+        for token, value in zip(tokens, completion.logprobs, strict=True)
+    ]
+
+
+def _usage(prompt_ids: list[int], completions: list[Completion]) -> Body:
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": sampled}
+    return counts | {"total_tokens": sum(counts.values())}
+
+
+def _refusal(message: str, status: int, parameter: str | None = None, retry_after: int | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": parameter, "code": status}
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    return web.json_response({"error": error}, status=status, headers=headers)
