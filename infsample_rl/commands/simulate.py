@@ -10,7 +10,7 @@ sigma of `noise` (0: the true lengths), at most the cap. Time is c0 per step + c
 per parked token; they default to what docs/engine.md gives for SmolLM2-135M-Instruct in float32 on 2 CPU cores (python
 -m benchmarks.engine measures them on any model and machine). `of_bound` is beside the least steps there can be: with
 slots max(longest, sum l / slots), with memory max(longest, sum l(l+1)/2 / budget). With `out` a picture is drawn of who
-decodes when.
+decodes when. With turns=FILE or turns=generated trajectories of several turns are simulated: `turns=generated -h`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ BOUNDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulate and report; 2 for files or settings that cannot be used."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(argument.startswith("turns=") for argument in given):
+        from infsample_rl.commands import simulate_turns
+
+        return simulate_turns.main(given)
     return run_with_options(run, SimulateOptions, arguments, usage=__doc__)
 
 

@@ -70,8 +70,7 @@ class Residents:
             elif holders := [sample for sample in self.away if sample.pages]:
                 self._give_up(holders[-1])
             elif self.policy is not None and (donors := [sample for sample in self.line if sample.pages]):
-                donor = donors[self.policy.donor(donors)]
-                self.pool.release([donor.pages.pop()])
+                self._give_up(donors[self.policy.donor(donors)])
             elif idle := [
                 group for group in self.resident if group.pages and not group.num_running and group is not taker.group
             ]:
@@ -96,12 +95,14 @@ class Residents:
         self.line.append(sample)
 
     def _give_up(self, sample: Sample) -> None:
-        """Of a sample that is away: its KV outside the pool, where there is a place for it, else its last page."""
+        """Of a sample that does not decode: its KV outside the pool, where there is a place for it, else its last
+        page."""
         if self._park(sample, sample.pages, sample.num_kv_tokens):
             self.pool.release(sample.pages)
             sample.pages = []
         else:
             self.pool.release([sample.pages.pop()])
+            sample.num_kv_tokens = min(sample.num_kv_tokens, len(sample.pages) * self.pool.page_size)
 
     def _forget(self, sample: Sample) -> None:
         self.pool.release(sample.pages)

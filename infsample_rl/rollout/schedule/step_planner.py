@@ -245,12 +245,18 @@ class StepPlanner(Residents):
             self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
         )
         others_wait = self.prompts_at_once > 1 and bool(self.waiting or len(self.resident) > 1)
-        if not self.policy.may_admit(
-            self.running, sample, missing, self.pool.num_free, for_responses, others_wait=others_wait
-        ):
+        free = self.pool.num_free + self._pages_to_be_had(sample)
+        if not self.policy.may_admit(self.running, sample, missing, free, for_responses, others_wait=others_wait):
             return None
         self.line.remove(sample)
         return sample
+
+    def _pages_to_be_had(self, sample: Sample) -> int:
+        """Pages that others hold who do not decode, and which can be copied out for `sample`."""
+        if self.parking is None:
+            return 0
+        held = sum(len(other.pages) for other in (*self.away, *self.line) if other is not sample)
+        return min(held, self.parking.most_pages - self.parking.num_taken)
 
     def _groups_with_samples(self) -> Iterator[PromptGroup]:
         """Resident prompts some of whose samples have not started, then those that may become resident."""
