@@ -36,6 +36,7 @@ class Sample:
     logprobs: array = field(default_factory=lambda: array("f"))
     sampling_logprobs: array = field(default_factory=lambda: array("f"))
     num_observed: int = 0  # of its tokens, those that an environment gave
+    away_since: int = 0  # running steps when it left its row for its environment
     num_unseen: int = 0  # newest tokens that no row has run yet: an observation, and the stop token before it
     finish_reason: str = ""  # once it has ended
     episode: Episode | None = None  # once its environment has ended

@@ -68,7 +68,7 @@ class Residents:
             if self._keepers:
                 self._forget(self._keepers.pop())
             elif holders := [sample for sample in self.away if sample.pages]:
-                self._give_up(holders[-1])
+                self._give_up(holders[0])  # who has waited longest has longest to wait: tools are quick or very slow
             elif self.policy is not None and (donors := [sample for sample in self.line if sample.pages]):
                 self._give_up(donors[self.policy.donor(donors)])
             elif idle := [

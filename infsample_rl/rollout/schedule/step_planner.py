@@ -17,6 +17,10 @@ from infsample_rl.rollout.schedule.residents import Residents, StepPlan
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.types import MaybeNone
 
+# Steps for which an environment may take before the KV of its sample is copied out for others. Of simulated tools that
+# answer within a second in 86 % of the calls, 64 parks a third of what 0 does and takes 6 % less time; 256 is as good.
+PATIENCE = 64
+
 
 class StepPlanner(Residents):
     """The prompts of one call: those that wait beside the residents, and what every running step does with them."""
@@ -146,6 +150,10 @@ class StepPlanner(Residents):
             sample.group.keep_waiting(sample)
         self._drop_done()
 
+    def send_away(self, sample: Sample) -> None:
+        super().send_away(sample)
+        sample.away_since = self.running_steps
+
     def end_away(self, sample: Sample) -> None:
         """A sample that was away has ended there."""
         self.away.remove(sample)
@@ -252,10 +260,12 @@ class StepPlanner(Residents):
         return sample
 
     def _pages_to_be_had(self, sample: Sample) -> int:
-        """Pages that others hold who do not decode, and which can be copied out for `sample`."""
+        """Pages that others hold who do not decode, and which can be copied out for `sample`; not of those whose
+        environments may answer at once."""
         if self.parking is None:
             return 0
-        held = sum(len(other.pages) for other in (*self.away, *self.line) if other is not sample)
+        long_away = [other for other in self.away if self.running_steps - other.away_since >= PATIENCE]
+        held = sum(len(other.pages) for other in (*long_away, *self.line) if other is not sample)
         return min(held, self.parking.most_pages - self.parking.num_taken)
 
     def _groups_with_samples(self) -> Iterator[PromptGroup]:
