@@ -26,6 +26,7 @@ from typing import Any
 
 from infsample_rl.commands.schedule_workload import MOST_SIGMA, noisy
 from infsample_rl.config.command_line import option, print_table, run_with_options
+from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 from infsample_rl.rollout.simulator_turns import Costs, Trajectory, least_seconds, simulate_turns
 
 MEAN_TURNS = 10.9
@@ -172,6 +173,7 @@ def measure(workload: TurnWorkload, options: TurnOptions) -> Iterator[dict[str, 
             prompt_tokens=workload.prompt_tokens,
             cap=options.cap,
             page_size=options.page_size,
+            parked_budget_tokens=MOST_POOLS * budget,
             **own,
         )
         slowest = slowest or found.seconds

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -237,31 +234,6 @@ def test_the_papers_experiment_takes_a_real_step_with_only_model_data_and_device
     assert "waiting prefixes stay while pages allow" in output
     said = (run_dir / "run.log").read_text()
     assert "frozen; lengths: all equal until" in said, "that no trained predictor was given is said"
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_and_resumed_equals_never_killed(settings, tmp_path):
-    deterministic = [*settings, "run.deterministic=true", "run.steps=12", "run.eval_prompts=0"]
-    run([*deterministic, "run.dir=whole"], tmp_path)
-    log, seen = tmp_path / "parts" / "metrics.jsonl", 0
-    # so many seconds after a step has been logged: while it is saved, while the next decodes or learns
-    for delay in (0.0, 0.13, 0.31):
-        process = subprocess.Popen(
-            command([*deterministic, "run.dir=parts"]),
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        while not log.exists() or len(log.read_text().splitlines()) < seen + 2:
-            time.sleep(0.01)
-        time.sleep(delay)
-        assert process.poll() is None, "it is killed while it trains"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        seen = len(log.read_text().splitlines())
-    run([*deterministic, "run.dir=parts"], tmp_path)
-    assert without_timing(metrics(tmp_path / "parts")) == without_timing(metrics(tmp_path / "whole"))
 
 
 @pytest.mark.slow

@@ -17,10 +17,6 @@ from infsample_rl.rollout.schedule.residents import Residents, StepPlan
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.types import MaybeNone
 
-# Steps for which an environment may take before the KV of its sample is copied out for others. Of simulated tools that
-# answer within a second in 86 % of the calls, 64 parks a third of what 0 does and takes 6 % less time; 256 is as good.
-PATIENCE = 64
-
 
 class StepPlanner(Residents):
     """The prompts of one call: those that wait beside the residents, and what every running step does with them."""
@@ -42,7 +38,7 @@ class StepPlanner(Residents):
             group.place = place
         self.waiting = deque(groups)
         self.num_slots, self.prompts_at_once = num_slots, prompts_at_once
-        self.running_steps = self.row_steps = self.num_tokens = self.most_rows = self.recomputed_tokens = 0
+        self.row_steps = self.num_tokens = self.most_rows = self.recomputed_tokens = 0
         self._longest = self._kv_area = 0  # of the responses that have ended: tokens, and tokens held summed over steps
         shortest = min((len(group.prompt_ids) - group.own_tokens for group in groups), default=0)
         self._response_pages = max(1, pool.num_pages - pool.pages_for(shortest))
@@ -69,6 +65,7 @@ class StepPlanner(Residents):
     def next_step(self) -> StepPlan:
         """Plan one running step, without rows where all that are left are away. RuntimeError when nothing can run
         although samples are left (never, unless a schedule is broken)."""
+        self._free_places()
         plan = self._plan = StepPlan()
         self._grow_rows()
         self._fill_slots()
@@ -140,6 +137,7 @@ class StepPlanner(Residents):
 
     def end_step(self, ended: Sequence[Sample]) -> None:
         """`ended`: rows whose newest token was their last. Samples at the end of their prefix leave by themselves."""
+        self._free_places()
         for sample in ended:
             self._leave(sample)
             self._finish(sample)
@@ -149,10 +147,6 @@ class StepPlanner(Residents):
             self._keepers.append(sample)
             sample.group.keep_waiting(sample)
         self._drop_done()
-
-    def send_away(self, sample: Sample) -> None:
-        super().send_away(sample)
-        sample.away_since = self.running_steps
 
     def end_away(self, sample: Sample) -> None:
         """A sample that was away has ended there."""
@@ -258,15 +252,6 @@ class StepPlanner(Residents):
             return None
         self.line.remove(sample)
         return sample
-
-    def _pages_to_be_had(self, sample: Sample) -> int:
-        """Pages that others hold who do not decode, and which can be copied out for `sample`; not of those whose
-        environments may answer at once."""
-        if self.parking is None:
-            return 0
-        long_away = [other for other in self.away if self.running_steps - other.away_since >= PATIENCE]
-        held = sum(len(other.pages) for other in (*long_away, *self.line) if other is not sample)
-        return min(held, self.parking.most_pages - self.parking.num_taken)
 
     def _groups_with_samples(self) -> Iterator[PromptGroup]:
         """Resident prompts some of whose samples have not started, then those that may become resident."""
