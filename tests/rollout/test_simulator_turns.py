@@ -9,6 +9,8 @@ import random
 import pytest
 
 from infsample_rl.commands import simulate
+from infsample_rl.commands import simulate_turns as simulate_turns_command
+from infsample_rl.commands.simulate_turns import TurnOptions
 from infsample_rl.rollout.schedule.residents import Residents
 from infsample_rl.rollout.simulator_turns import Costs, Trajectory, least_seconds, simulate_turns
 
@@ -122,3 +124,11 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, refused, line, said):
     path = tmp_path / "turns.jsonl"
     path.write_text(line)
     assert said in refused(simulate.main, f"turns={path}")
+
+
+def test_who_is_predicted_to_have_most_left_does_not_go_ahead_turn_by_turn():
+    """All would be open at once, and above what may be parked."""
+    options = TurnOptions(prompts=1, group_size=48, cap=8192, trajectories=2, noise=[0.0])
+    of_none, told = list(simulate_turns_command.measure(simulate_turns_command.generated(options), options))[1:]
+    assert of_none["recomputed_share"] == told["recomputed_share"] == 0
+    assert told["seconds"] == pytest.approx(of_none["seconds"], rel=0.1)

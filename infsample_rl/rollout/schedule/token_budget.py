@@ -88,9 +88,12 @@ class TokenBudgetPolicy:
         order given.
 
         With predictions: prompts that hold their pages, then neither started nor predicted, then most predicted to be
-        left, of whatever group, so that a prompt is opened only once nobody of the open ones is in line.
+        left, of whatever group, so that a prompt is opened only once nobody of the open ones is in line. Not while
+        trajectories come back from their environments: who has most left would go ahead turn by turn, all would be
+        open at once, and more KV be parked than there is room for (simulated: 2.9 times the time).
         """
-        known = any(sample.predicted is not None for sample in waiting)
+        comes_back = any(sample.num_observed for sample in waiting)
+        known = not comes_back and any(sample.predicted is not None for sample in waiting)
         return min(range(len(waiting)), key=lambda index: self._place_in_line(waiting[index], known))
 
     def may_admit(

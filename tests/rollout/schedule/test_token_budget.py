@@ -17,6 +17,7 @@ class Row:
     predicted: float | None = None
     pages: list[int] = field(default_factory=list)
     group: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(pages=[0]))
+    num_observed: int = 0
 
 
 def test_expected_peak_is_that_of_exponential_lengths():
