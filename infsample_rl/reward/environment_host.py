@@ -68,7 +68,7 @@ class EnvironmentHost:
         self._config, self._episodes = config.environment, dict[Hashable, _Episode]()
         self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
         self._start, self._starting = partial(EnvironmentServer, config, python), threading.Lock()
-        self._server = self._start()
+        self._server, self._is_closed = self._start(), False
         self.form, self.tools = self._server.form, self._server.tools
         self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="environments")
 
@@ -101,6 +101,8 @@ class EnvironmentHost:
         """End all environments."""
         for key in list(self._episodes):
             self.end(key)
+        with self._starting:
+            self._is_closed = True
         self._server.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -118,6 +120,8 @@ class EnvironmentHost:
             found = {"failed": " ".join(said.split())}
         if self._episodes.get(key) is episode:
             self.answers.put((key, found))
+        else:  # it was ended while it was asked, maybe before its process was there
+            self._end(episode)
 
     def _ask(self, episode: _Episode, request: Request | None) -> dict[str, Any]:
         """Its answer; None asks only that it begins. Where its process has ended, a new one does what the last has done
@@ -159,6 +163,8 @@ class EnvironmentHost:
     def _successor(self, server: EnvironmentServer) -> EnvironmentServer:
         """The server now, after one of whose forks has ended before it began."""
         with self._starting:
+            if self._is_closed:
+                raise EnvironmentFailed("it is over")
             if self._server is server and (why := server.how_it_ended()):
                 log.warning("environments: the process that makes them has ended (%s); another is started", why)
                 server.close()

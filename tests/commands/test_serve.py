@@ -17,7 +17,8 @@ import pytest
 from aiohttp import web
 
 from infsample_rl.commands.serve.__main__ import ServeOptions, build, main, serve_config
-from infsample_rl.commands.serve.request_queue import QueueFull, Waiting
+from infsample_rl.commands.serve.parameters import SampleRequest, SamplingParameters
+from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue, Waiting
 from infsample_rl.commands.serve.server import Server
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion
@@ -268,6 +269,54 @@ def test_a_full_line_is_429_and_a_client_that_goes_away_is_not_waited_for(stand_
     while not queue.asked[-1].is_abandoned:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_request_that_fails_fails_alone_and_whoever_waits_at_the_end_is_told(running):
+    """One of its prompts does not fit into the pool; the engine is asked for both at once."""
+
+    class Engine:
+        config = running.server._served.config.rollout
+        calls = 0
+
+        def sample_by(self, config):
+            pass
+
+        def stream(self, prompts, seed, *, prompt_indices, **options):
+            self.calls += 1
+            entered.set()
+            assert may_go_on.wait(60)
+            if any(len(ids) > 1 for ids in prompts):
+                raise ValueError("it does not fit")
+            ids = np.array([5], np.int32)
+            arrays = {"token_ids": ids, "logprobs": np.zeros(1, np.float32), "sampling_logprobs": None}
+            for index in prompt_indices:
+                yield [Completion(prompt_index=index, sample_index=0, finish_reason="stop", policy_version=0, **arrays)]
+
+    entered, may_go_on, engine = threading.Event(), threading.Event(), Engine()
+    queue = RequestQueue(engine, 0, most_waiting=3)
+    parameters = SamplingParameters(1.0, 1.0, 0, 0.0, 4, frozenset(), ())
+    first = queue.submit(SampleRequest([1], 1, None, parameters))
+    assert entered.wait(60)
+    fits, too_long, gone = (queue.submit(SampleRequest(ids, 1, None, parameters)) for ids in ([1], [1, 2], [1]))
+    with pytest.raises(QueueFull):
+        queue.submit(SampleRequest([1], 1, None, parameters))
+    gone.is_abandoned = True
+    may_go_on.set()
+    assert [len(each.completions.result(60)) for each in (first, fits)] == [1, 1]
+    with pytest.raises(ValueError, match="it does not fit"):
+        too_long.completions.result(60)
+    assert engine.calls == 4 and not gone.completions.done(), "one, two at once, each alone"
+    may_go_on.clear()
+    entered.clear()
+    at_work = queue.submit(SampleRequest([1], 1, None, parameters))
+    assert entered.wait(60)
+    in_line = queue.submit(SampleRequest([1], 1, None, parameters))
+    threading.Timer(0.2, may_go_on.set).start()
+    queue.close()
+    assert len(at_work.completions.result(1)) == 1
+    for late in (in_line, None):
+        with pytest.raises(QueueClosed):
+            late.completions.result(1) if late else queue.submit(SampleRequest([1], 1, None, parameters))
 
 
 def test_settings_that_cannot_be_end_with_status_2(tiny_qwen3, refused):

@@ -282,6 +282,15 @@ def test_environments_whose_server_is_killed_go_on_in_another(file, killed, capl
     assert ("killed by SIGKILL" if killed == "the server" else "its keeper was killed") in caplog.text
 
 
+def test_a_host_that_is_closed_starts_no_server_again(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
+    keeper = host._server._keeper.pid
+    host.close()
+    with pytest.raises(EnvironmentFailed, match="it is over"):
+        host.opening(7, {"target": 5})
+    assert host._server._keeper.pid == keeper
+
+
 def test_a_file_that_is_broken_when_a_server_is_started_again_fails_what_needs_it(file):
     host, text = EnvironmentHost(config_of(factory=f"{file}:Game")), file.read_text()
     try:

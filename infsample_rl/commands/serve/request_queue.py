@@ -50,7 +50,7 @@ class RequestQueue:
         with self._changed:
             if self._is_closed:
                 raise QueueClosed
-            if len(self._line) >= self._most_waiting:
+            if sum(not waiting.is_abandoned for waiting in self._line) >= self._most_waiting:
                 raise QueueFull
             waiting = Waiting(request)
             self._line.append(waiting)
@@ -68,12 +68,20 @@ class RequestQueue:
 
     def _serve(self) -> None:
         while batch := self._take():
-            try:
-                self._decode(batch)
-            except Exception as error:  # whatever it is, the next requests are served
-                for waiting in batch:
-                    if not waiting.completions.done():
-                        waiting.completions.set_exception(error)
+            self._answer(batch)
+
+    def _answer(self, batch: list[Waiting]) -> None:
+        """Whatever goes wrong is told to whose fault it is alone, and the next requests are served."""
+        try:
+            self._decode(batch)
+        except Exception as error:
+            left = [waiting for waiting in batch if not waiting.completions.done()]
+            if len(batch) == 1 or isinstance(error, QueueClosed):
+                for waiting in left:
+                    waiting.completions.set_exception(error)
+                return
+            for waiting in left:
+                self._answer([waiting])
 
     def _take(self) -> list[Waiting]:
         """The first in line, and the others that may decode beside it; waits for one. None: it is over."""
