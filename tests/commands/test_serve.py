@@ -177,6 +177,7 @@ def test_models_are_listed_for_who_has_the_key(running):
         ),
         ("chat/completions", {"messages": ASKED, "stop": ["<|im_end|>"]}, 400, "must not hold special tokens"),
         ("chat/completions", {"messages": ASKED, "tool_choice": "required"}, 400, "no call can be forced"),
+        ("chat/completions", {"messages": ASKED, "tools": [{"name": "add"}]}, 400, "tools must be"),
         ("chat/completions", {"messages": ASKED, "tools": [ADD]}, 400, "writes tool calls in no known form"),
         (
             "chat/completions",

@@ -110,6 +110,8 @@ class Server:
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise RequestError(f"tool_choice={body['tool_choice']}: no call can be forced", parameter="tool_choice")
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+            raise RequestError('tools must be {"type": "function", "function": {"name": ...}}', parameter="tools")
         kwargs = {**self._served.config.data.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
         prompt_ids = self._render(body.get("messages"), tools, kwargs)
         template = TurnTemplate(self._served.tokenizer, kwargs, tools, self._served.stop_token_ids)
@@ -209,6 +211,11 @@ class Server:
             return await asyncio.wrap_future(waiting.completions)
         finally:  # also where the client has gone
             waiting.is_abandoned = True
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _as_template_takes(message: Body) -> Body:
