@@ -31,7 +31,7 @@ def installed(tmp_path_factory) -> Path:
     """Folder the built wheel was unpacked into by pip."""
     scratch = tmp_path_factory.mktemp("wheel")
     source = scratch / "source"
-    ignored = shutil.ignore_patterns(".venv", ".git", "runs", "build", "dist", "*.egg-info", "__pycache__")
+    ignored = shutil.ignore_patterns(".venv*", ".git", "runs", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=ignored)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", scratch / "dist", source],
