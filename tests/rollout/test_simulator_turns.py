@@ -11,6 +11,7 @@ import pytest
 from infsample_rl.commands import simulate
 from infsample_rl.commands import simulate_turns as simulate_turns_command
 from infsample_rl.commands.simulate_turns import TurnOptions
+from infsample_rl.rollout.schedule import residents
 from infsample_rl.rollout.schedule.residents import Residents
 from infsample_rl.rollout.simulator_turns import Costs, Trajectory, least_seconds, simulate_turns
 
@@ -132,3 +133,15 @@ def test_who_is_predicted_to_have_most_left_does_not_go_ahead_turn_by_turn():
     of_none, told = list(simulate_turns_command.measure(simulate_turns_command.generated(options), options))[1:]
     assert of_none["recomputed_share"] == told["recomputed_share"] == 0
     assert told["seconds"] == pytest.approx(of_none["seconds"], rel=0.1)
+
+
+def test_kv_of_who_waits_a_moment_is_kept(monkeypatch):
+    options = TurnOptions(prompts=1, group_size=48, cap=8192, trajectories=2)
+    workload = simulate_turns_command.generated(options)
+
+    def parked() -> int:
+        return list(simulate_turns_command.measure(workload, options))[1]["parked_tokens"]
+
+    with_patience = parked()
+    monkeypatch.setattr(residents, "PATIENCE", 0)
+    assert 0 < with_patience < 0.8 * parked()
