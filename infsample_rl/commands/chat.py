@@ -19,7 +19,7 @@ from typing import TextIO
 import torch
 
 from infsample_rl.commands.merge import load_policy_folder
-from infsample_rl.commands.run_settings import load_run_config, model_and_run, quoted
+from infsample_rl.commands.run_settings import answering_config, quoted
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.fields import check_temperature
@@ -96,17 +96,8 @@ class Chat:
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
     """The run's settings with what a talk needs. ValueError in one line."""
     check_temperature("temperature", options.temperature)
-    ours, run_dir = model_and_run(checkpoint)
-    ours += ["rollout.group_size=1", "rollout.slots=1", "rollout.prompts_at_once=1"]
-    # one response needs its own length, whatever the run had
-    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]
-    ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0"]
-    ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
-    if run_dir is None:
-        ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
-    if options.system is not None:
-        ours.append(f"data.system_prompt={quoted(options.system)}")
-    return load_run_config(run_dir, [*ours, *overrides])
+    system = [] if options.system is None else [f"data.system_prompt={quoted(options.system)}"]
+    return answering_config(checkpoint, [*system, *overrides], rows=1, max_new_tokens=options.max_new_tokens)
 
 
 def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:

@@ -70,6 +70,19 @@ def model_and_run(checkpoint: str) -> tuple[list[str], Path | None]:
     return ours, None if folder is None else run_of(folder)
 
 
+def answering_config(checkpoint: str, overrides: list[str], *, rows: int, max_new_tokens: int) -> Config:
+    """Settings of CHECKPOINT's run for answers outside of one: a pool of `rows` responses of so many tokens, whatever
+    the run had. ValueError in one line."""
+    ours, run_dir = model_and_run(checkpoint)
+    ours += [f"rollout.group_size={rows}", f"rollout.slots={rows}", "rollout.prompts_at_once=auto"]
+    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null", "rollout.micro_group_size=1"]
+    ours += [f"rollout.max_new_tokens={max_new_tokens}", "objective.overlong_buffer_tokens=0"]
+    ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
+    if run_dir is None:
+        ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
+    return load_run_config(run_dir, [*ours, *overrides])
+
+
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
     """A run's settings with `overrides` on top; without a run the defaults. ConfigError in one line for what cannot
     be."""

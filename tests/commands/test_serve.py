@@ -9,17 +9,19 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import openai
 import pytest
+import yaml
 from aiohttp import web
 
-from infsample_rl.commands.serve.__main__ import ServeOptions, build, main, serve_config
+from infsample_rl.commands.serve.__main__ import ServeOptions, build, main
 from infsample_rl.commands.serve.parameters import SampleRequest, SamplingParameters
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue, Waiting
 from infsample_rl.commands.serve.server import Server
+from infsample_rl.config.loading import load_config
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion
 from tests.data.test_turns import ADD, HERMES
@@ -324,4 +326,14 @@ def test_settings_that_cannot_be_end_with_status_2(tiny_qwen3, refused):
     assert "give a checkpoint first" in refused(main, "port=1")
     assert "port=70000: must be <= 65535" in refused(main, str(tiny_qwen3), "port=70000")
     assert "there is no such folder" in refused(main, "/no/such/folder", "port=0")
-    assert serve_config(str(tiny_qwen3), OPTIONS, ["rollout.top_p=0.9"]).rollout.top_p == 0.9
+
+
+def test_a_checkpoint_of_a_run_in_an_environment_is_served_with_its_runs_sampling(tiny_qwen3, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step_000001").symlink_to(tiny_qwen3)
+    settings = ["+experiment=guess_tiny", "rollout.top_p=0.9", "objective.turn_credit=turn"]
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(load_config(settings))))
+    server = build(str(run / "checkpoints" / "step_000001"), OPTIONS, [], KEY)
+    assert server._served.config.rollout.top_p == 0.9
+    server._queue.close()

@@ -25,10 +25,9 @@ import torch
 from aiohttp import web
 
 from infsample_rl.commands.merge import load_policy_folder
-from infsample_rl.commands.run_settings import load_run_config, model_and_run
+from infsample_rl.commands.run_settings import answering_config
 from infsample_rl.commands.serve.request_queue import RequestQueue
 from infsample_rl.commands.serve.server import Served, Server
-from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.data.chat import check_template_kwargs
 from infsample_rl.model.tokenizer import load_tokenizer
@@ -50,22 +49,9 @@ class ServeOptions:
     name: str | None = option(None, "of the model, as clients give it; none: CHECKPOINT")
 
 
-def serve_config(checkpoint: str, options: ServeOptions, overrides: list[str]) -> Config:
-    """The run's settings with what serving needs. ValueError in one line."""
-    ours, run_dir = model_and_run(checkpoint)
-    ours += [f"rollout.group_size={options.rows}", f"rollout.slots={options.rows}", "rollout.prompts_at_once=auto"]
-    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null", "environment.factory=null"]
-    ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0"]
-    ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
-    ours += ["environment.tools=[]", "rollout.micro_group_size=1"]
-    if run_dir is None:
-        ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
-    return load_run_config(run_dir, [*ours, *overrides])
-
-
 def build(checkpoint: str, options: ServeOptions, overrides: list[str], key: str) -> Server:
     """The server of a checkpoint. ValueError in one line."""
-    config = serve_config(checkpoint, options, overrides)
+    config = answering_config(checkpoint, overrides, rows=options.rows, max_new_tokens=options.max_new_tokens)
     tokenizer = load_tokenizer(config.model)
     check_template_kwargs(tokenizer, config.data)
     model = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
