@@ -74,7 +74,8 @@ def answering_config(checkpoint: str, overrides: list[str], *, rows: int, max_ne
     """Settings of CHECKPOINT's run for answers outside of one: a pool of `rows` responses of so many tokens, whatever
     the run had. ValueError in one line."""
     ours, run_dir = model_and_run(checkpoint)
-    ours += [f"rollout.group_size={rows}", f"rollout.slots={rows}", "rollout.prompts_at_once=auto"]
+    prompts = 1 if rows == 1 else "auto"  # of which the pool holds several
+    ours += [f"rollout.group_size={rows}", f"rollout.slots={rows}", f"rollout.prompts_at_once={prompts}"]
     ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null", "rollout.micro_group_size=1"]
     ours += [f"rollout.max_new_tokens={max_new_tokens}", "objective.overlong_buffer_tokens=0"]
     ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
