@@ -137,7 +137,8 @@ class Plan:
         stages = max(2, min(STAGES, STAGED_BYTES // (2 * block * (self.tile + padded))))
         sizes = {"K": self.num_inputs, "M": padded, "TILE": self.tile, "SPLITS": self.splits, "BLOCK_K": block}
         sizes["PRELOADS"] = min(launch.preloads, width // block)
-        options = {"num_warps": launch.warps, "num_stages": stages, "launch_pdl": early}
+        # what is fused into one rounding would depend on how rows are spread over threads
+        options = {"num_warps": launch.warps, "num_stages": stages, "launch_pdl": early, "enable_fp_fusion": False}
         if early:  # so many registers that all programs find a place at once
             options["maxnreg"] = min(248, REGISTERS // (32 * launch.warps * math.ceil(settings.programs)) & -8)
         return sizes | {"EARLY": early, "PRODUCT": product} | options

@@ -31,13 +31,25 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 
 @triton.jit
-def _row_scale(squares, row, live, epsilon, K: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
+def _row_sums(x, M: tl.constexpr, N: tl.constexpr):
+    """[M], sums of the rows of x [M, N], N a power of two: of neighbours, then of neighbouring sums, and so on. tl.sum
+    over a row adds in an order of the compiler's that differs with M; over two numbers there is but one."""
+    if N > 1:
+        return _row_sums(tl.sum(tl.reshape(x, [M, N // 2, 2]), axis=2), M, N // 2)
+    else:
+        return tl.reshape(x, [M])
+
+
+@triton.jit
+def _row_scale(
+    squares, row, live, epsilon, K: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
     """1 / root mean square of the rows, from partial sums of squares [R, PARTS]."""
     part = tl.arange(0, PARTS_PAD)
     sums = tl.load(
         squares + row[:, None] * PARTS + part[None, :], mask=live[:, None] & (part < PARTS)[None, :], other=0.0
     )
-    return tl.rsqrt(tl.sum(sums, axis=1) / K + epsilon)
+    return tl.rsqrt(_row_sums(sums, M, PARTS_PAD) / K + epsilon)
 
 
 @triton.jit
@@ -77,7 +89,7 @@ def _multiply(
     live = row < num_rows
     scale = None
     if norm is not None:
-        scale = _row_scale(squares, row, live, epsilon, K, SQUARE_PARTS, SQUARE_PAD)
+        scale = _row_scale(squares, row, live, epsilon, K, SQUARE_PARTS, SQUARE_PAD, M)
     acc = tl.zeros([M, TILE], tl.float32)
     for block in tl.static_range(PRELOADS):
         inner = first + block * BLOCK_K + within
@@ -129,7 +141,7 @@ def _hidden_kernel(
         stored = total.to(hidden.dtype.element_ty)
         tl.store(at, stored, mask=live[:, None])
         total = stored.to(tl.float32)
-        tl.store(squares + row * (N // TILE) + tile, tl.sum(total * total, axis=1), mask=live)
+        tl.store(squares + row * (N // TILE) + tile, _row_sums(total * total, M, TILE), mask=live)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -197,7 +209,8 @@ def _heads_kernel(
             high += tl.load(bias + head * TILE + HALF + column).to(tl.float32)[None, :]
         if head < HEADS + KV_HEADS:
             if query_norm is not None:
-                scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / TILE + epsilon)[:, None]
+                sum_of_squares = _row_sums(low * low, M, HALF) + _row_sums(high * high, M, HALF)
+                scale = tl.rsqrt(sum_of_squares / TILE + epsilon)[:, None]
                 norm_of = query_norm
                 if head >= HEADS:
                     norm_of = key_norm

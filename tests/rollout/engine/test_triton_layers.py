@@ -3,6 +3,8 @@ and on CUDA."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -174,6 +176,7 @@ def test_drafted_tokens_have_the_bits_of_steps_of_their_own(interpreted, make_va
     assert_drafts_are_exact(interpreted(steps_of_drafts, config, state, torch.float16))
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_any_company(interpreted, make_variant):
     few_heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256}  # a product of few tiles
     config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1, **few_heads)
@@ -224,8 +227,14 @@ def signature_of(kernel, fixed, dtype):
     }
 
 
-@pytest.mark.parametrize(("name", "num_rows"), [("heads", 4), ("out", 32), ("gated", 64)])
-def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name, num_rows, tmp_path, monkeypatch):
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
+PRODUCTS = [("heads", 4), ("out", 32), ("gated", 64), ("down", 16)]
+
+
+@pytest.mark.parametrize(("name", "num_rows"), PRODUCTS)
+def test_products_compile_for_hopper_so_that_two_programs_fit_and_sums_have_one_order(
+    name, num_rows, tmp_path, monkeypatch
+):
     import triton
     import triton.language as tl
 
@@ -237,10 +246,11 @@ def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name,
         "heads": (layers._heads_kernel, (2048, 32, 128), of_squares | {"HEADS": 16, "KV_HEADS": 8, "PAGE": 16}),
         "out": (layers._hidden_kernel, (2048, 32, 64), {"N": 2048}),
         "gated": (layers._gated_kernel, (2048, 96, 128), of_squares | {"N": 6144}),
+        "down": (layers._hidden_kernel, (6144, 32, 64), {"N": 2048}),
     }[name]
     plan = layers.plan(settings, *plan, 132)
     sizes = plan.sizes(num_rows, early=True, product=tl.bfloat16)
-    options = {option: sizes.pop(option) for option in ("num_warps", "num_stages", "launch_pdl", "maxnreg")}
+    options = {option: sizes.pop(option) for option in OPTIONS}
     fixed |= sizes | {"bias": None}
     source = triton.compiler.ASTSource(
         kernel, *(lambda kinds, aligned: (kinds, fixed, aligned))(*signature_of(kernel, fixed, "*bf16"))
@@ -249,6 +259,10 @@ def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name,
     assert (2 if num_rows < 64 else 1) * compiled.metadata.shared <= 227 * 1024
     for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "st.global"):
         assert instruction in compiled.asm["ptx"]
+    # Of two numbers there is one sum, and no product is fused with an addition here and not there.
+    sums = re.findall(r'"tt.reduce".*?\(tensor<([0-9x]+)xf32', compiled.asm["ttgir"], re.DOTALL)
+    assert sums and all(shape.endswith("x2") for shape in sums)
+    assert "fma.rn" not in compiled.asm["ptx"]
 
 
 GPU_SIZES = {
@@ -258,6 +272,7 @@ GPU_SIZES = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
 }
+QWEN3_1_7B = GPU_SIZES | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}
 GPU_CASES = [(variant, torch.bfloat16, 40) for variant in VARIANTS] + [
     ("qwen3", torch.bfloat16, rows) for rows in (1, 16, 63)
 ]
@@ -273,6 +288,64 @@ def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_b
     *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)
     assert_as_exact_as_torch(steps)
     assert all((one == other).all() for one, other in zip(steps[2], again, strict=True))
+
+
+def sums_of_rows(config, state, dtype, counts, device="cpu"):
+    """What each product of the first layer gives the first rows, by name, in a step of each number of rows: numbers,
+    and the sums of squares that are kept beside them."""
+    from transformers import AutoModelForCausalLM
+
+    from infsample_rl.rollout.engine.triton_layers import TritonStep
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
+    model.load_state_dict(state)
+    runner = ModelRunner(model)
+    most = max(counts)
+    runner.allocate(1 + 2 * most, 8)
+    batch, _ = make_batch(runner, [1 + row % 8 for row in range(most)], most)
+    workspace, found = in_triton(runner, batch), []
+    layers = runner.decoder.triton_layers
+    into, out, size = layers.ins[0], layers.outs[0], model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    hidden, attended, gated = (
+        torch.randn(most, width, generator=generator).to(model.device, model.dtype)
+        for width in (size, out.out.shape[1], out.down.shape[1])
+    )
+    squares = hidden.float().square().unflatten(1, (layers.tiles, -1)).sum(-1)
+    angles = layers.angles(batch, 8)
+    for rows in counts:
+        step = TritonStep(runner.kv, batch, rows, workspace)
+        of_rows = {"heads": [layers.project(into, hidden[:rows], squares[:rows], *angles, step, 0)]}
+        of_rows["gated"] = [layers.gate(out, hidden[:rows], squares[:rows])]
+        for name, x, weight, bias in (
+            ("out", attended, out.out, out.out_bias),
+            ("down", gated, out.down, out.down_bias),
+        ):
+            of_rows[name] = [hidden[:rows].clone(), squares[:rows].clone()]
+            layers.add_product(name, x[:rows], weight, bias, *of_rows[name])
+        found.append({name: [each.double().cpu().numpy() for each in parts] for name, parts in of_rows.items()})
+    return found
+
+
+def assert_rows_are_those_of_the_largest(found):
+    *others, largest = found
+    for other in others:
+        for name, parts in other.items():
+            for part, wanted in zip(parts, largest[name], strict=True):
+                assert (part == wanted[: len(part)]).all(), f"{name} of {len(part)} rows"
+
+
+def test_products_give_a_row_the_same_sums_in_any_company(interpreted, make_variant):
+    few_heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256, "num_hidden_layers": 1}
+    config, state = build(make_variant, "qwen3", torch.float16, **few_heads)
+    assert_rows_are_those_of_the_largest(interpreted(sums_of_rows, config, state, torch.float16, (2, 17)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_on_cuda_give_a_row_the_same_sums_in_any_company(make_variant, dtype):
+    config, state = build(make_variant, "qwen3", dtype, **QWEN3_1_7B)
+    assert_rows_are_those_of_the_largest(sums_of_rows(config, state, dtype, (1, 2, 8, 16, 17, 32, 33, 64), "cuda"))
 
 
 @pytest.mark.gpu
