@@ -78,7 +78,7 @@ PARTS = {
             "engine",
             [*BIG, "prompt_tokens=512", "max_new_tokens=256", "schedules=[token_budget,infinite]", "rivals=[generate]"]
             + ["rows=[]", "repeats=1"],
-            300,
+            400,
             [
                 "max_new_tokens=8",
                 "group_size=4",
@@ -101,15 +101,15 @@ PARTS = {
         Piece(
             "kept",
             "train",
-            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=256", "repeats=1"]
+            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=128", "repeats=1"]
             + ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048"],
-            400,
+            480,
             ["rivals=[]", "group_size=4", "max_new_tokens=8", "prompt_tokens=16", "repeats=1"],
         ),
         Piece(
             "recomputed",
             "train",
-            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=256", "repeats=1", "rivals=[]"]
+            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=128", "repeats=1", "rivals=[]"]
             + ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048", "activation_checkpointing=1"],
             120,
         ),

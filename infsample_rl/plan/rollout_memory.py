@@ -32,8 +32,7 @@ from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_page
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
 Lines = dict[str, int]
-# Of paged_attention.py, which needs Triton: parts that a table's tokens go into at most, and tokens that are worth one.
-MAX_SPLITS, SPLIT_TOKENS = 8, 64
+ATTENTION_PARTS = 2 * 8  # of a row: SPLITS of paged_attention.py, which needs Triton, for its prompt and for itself
 # torch allots 32 MiB on Hopper to each stream that multiplies: the main one and that of graph captures
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 
@@ -197,9 +196,7 @@ def _rows_on_cuda(config: Config, model: ModelOutline, rows: int) -> int:
     """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which
     graphs share."""
     (hidden, query, kv, inner), size, heads = model.widths, _item(config), model.architecture.num_attention_heads
-    own = min(MAX_SPLITS, -(-config.rollout.max_new_tokens // SPLIT_TOKENS))
-    prompt = min(MAX_SPLITS, -(-config.data.max_prompt_tokens // SPLIT_TOKENS))
-    attention = 4 * (query + heads) * rows * (prompt + own)
+    attention = 4 * (query + heads) * rows * ATTENTION_PARTS
     kept = _tables(config, rows) + attention + size * rows * hidden
     return 2 * kept + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
 

@@ -85,6 +85,7 @@ def make_variant(make_model):
 
 # Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does. On some processors numpy's BLAS
 # gives a row of a product other bits at another place of its block, which a GPU does not; einsum's loops do not either.
+# A program without tokens takes as long as another, so tables are divided into two instead of eight.
 START = """
 import numpy
 from triton.runtime import interpreter
@@ -94,6 +95,8 @@ def patch_and_index(tensor, scope):
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 interpreter._patch_lang_tensor = patch_and_index
+from infsample_rl.rollout.kernels import paged_attention
+paged_attention.SPLITS = 2
 """
 
 

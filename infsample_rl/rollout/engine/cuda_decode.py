@@ -193,6 +193,5 @@ def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
     """What the attention kernel needs beside the batch's tensors."""
     from infsample_rl.rollout.kernels.paged_attention import Workspace  # Triton may be absent
 
-    heads, page_size = runner.model.config.num_attention_heads, runner.kv.page_size
-    tokens = (batch.tables.shape[1] * page_size, batch.prompt_tables.shape[1] * page_size)
-    return Workspace(batch.max_rows, heads, runner.shape.head_dim, *tokens, batch.device)
+    heads = runner.model.config.num_attention_heads
+    return Workspace(batch.max_rows, heads, runner.shape.head_dim, batch.device)

@@ -17,7 +17,8 @@ from infsample_rl.rollout.kernels.triton_linear import let_next_start, wait_for_
 
 @triton.jit
 def _blocks_per_split(length, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of a table with `length` tokens, and how many each split takes, so that the last ones may be empty."""
+    """Blocks of a table with `length` tokens, and how many each split takes, so that the last ones may be empty: by
+    that length alone, so that what else is in a batch changes no sum."""
     blocks = tl.cdiv(length, BLOCK_N)
     return blocks, tl.cdiv(blocks, SPLITS)
 
@@ -113,7 +114,7 @@ def _parts_kernel(
     outputs, lses,
     num_rows, num_prompts, num_blocks, row_stride, prompt_stride, score_scale,
     H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D_PAD: tl.constexpr, P_PAD: tl.constexpr, PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
+    D_PAD: tl.constexpr, P_PAD: tl.constexpr, SPLITS: tl.constexpr,
     QUANTISED: tl.constexpr, PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of a prompt's queries, split, kv head), then (row, split, kv head): in one launch, so that they
@@ -126,37 +127,37 @@ def _parts_kernel(
     pid = tl.program_id(0)
     head = pid % H
     part_stride = num_rows.to(tl.int64) * (H * N)
-    num_prompt_programs = num_blocks * H * PROMPT_SPLITS
+    num_prompt_programs = num_blocks * H * SPLITS
     if pid < num_prompt_programs:
-        split, block = pid // H % PROMPT_SPLITS, pid // (H * PROMPT_SPLITS)
+        split, block = pid // H % SPLITS, pid // (H * SPLITS)
         prompt, slot, live = _prompt_queries(block, starts, num_prompts, head, H, N, M, P_PAD)
         length = tl.load(prompt_lengths + prompt, mask=prompt < num_prompts, other=0)
         table = prompt_tables + prompt.to(tl.int64) * prompt_stride
         if EARLY:
             if length > 0:
-                _prefetch(keys, table, length, split, head, H, D, PAGE, BLOCK_N, PROMPT_SPLITS)
-                _prefetch(values, table, length, split, head, H, D, PAGE, BLOCK_N, PROMPT_SPLITS)
+                _prefetch(keys, table, length, split, head, H, D, PAGE, BLOCK_N, SPLITS)
+                _prefetch(values, table, length, split, head, H, D, PAGE, BLOCK_N, SPLITS)
         wait_for_inputs(EARLY)
         _attend(
             queries, keys, values, key_scales, value_scales, outputs, lses, slot, live, part_stride, split, table,
             length, split, head, score_scale,
-            H, D, PAGE, M, BLOCK_N, D_PAD, PROMPT_SPLITS, QUANTISED, PRODUCT,
+            H, D, PAGE, M, BLOCK_N, D_PAD, SPLITS, QUANTISED, PRODUCT,
         )  # fmt: skip
     else:
         own = pid - num_prompt_programs
-        split, row = own // H % OWN_SPLITS, own // (H * OWN_SPLITS)
+        split, row = own // H % SPLITS, own // (H * SPLITS)
         within = tl.arange(0, M)
         length = tl.load(row_lengths + row)
         table = row_tables + row.to(tl.int64) * row_stride
         if EARLY:
-            _prefetch(keys, table, length, split, head, H, D, PAGE, BLOCK_N, OWN_SPLITS)
-            _prefetch(values, table, length, split, head, H, D, PAGE, BLOCK_N, OWN_SPLITS)
+            _prefetch(keys, table, length, split, head, H, D, PAGE, BLOCK_N, SPLITS)
+            _prefetch(values, table, length, split, head, H, D, PAGE, BLOCK_N, SPLITS)
         wait_for_inputs(EARLY)
         _attend(
             queries, keys, values, key_scales, value_scales, outputs, lses,
             (row.to(tl.int64) * H + head) * N + within, within < N,
-            part_stride, PROMPT_SPLITS + split, table, length, split, head, score_scale,
-            H, D, PAGE, M, BLOCK_N, D_PAD, OWN_SPLITS, QUANTISED, PRODUCT,
+            part_stride, SPLITS + split, table, length, split, head, score_scale,
+            H, D, PAGE, M, BLOCK_N, D_PAD, SPLITS, QUANTISED, PRODUCT,
         )  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def _parts_kernel(
 def _merge_kernel(
     outputs, lses, row_lengths, prompt_lengths, starts, merged, num_rows, num_prompts,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, P_PAD: tl.constexpr,
-    PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, query head): sum of its parts, each weighted by its share of the softmax; zeros without
     any token."""
@@ -174,15 +175,11 @@ def _merge_kernel(
     ends = tl.load(starts + 1 + index, mask=index < num_prompts, other=2147483647)
     prompt = tl.sum((ends <= row).to(tl.int32), axis=0)  # num_prompts behind the last prompt's rows
     prompt_length = tl.load(prompt_lengths + prompt, mask=prompt < num_prompts, other=0)
-    prompt_blocks, per_prompt_split = _blocks_per_split(prompt_length, PROMPT_SPLITS, BLOCK_N)
-    own_blocks, per_own_split = _blocks_per_split(tl.load(row_lengths + row), OWN_SPLITS, BLOCK_N)
-    part = tl.arange(0, PARTS_PAD)
-    of_prompt = (part < PROMPT_SPLITS) & (part * per_prompt_split < prompt_blocks)
-    of_row = (
-        (part >= PROMPT_SPLITS)
-        & (part < PROMPT_SPLITS + OWN_SPLITS)
-        & ((part - PROMPT_SPLITS) * per_own_split < own_blocks)
-    )
+    prompt_blocks, per_prompt_split = _blocks_per_split(prompt_length, SPLITS, BLOCK_N)
+    own_blocks, per_own_split = _blocks_per_split(tl.load(row_lengths + row), SPLITS, BLOCK_N)
+    part = tl.arange(0, 2 * SPLITS)
+    of_prompt = (part < SPLITS) & (part * per_prompt_split < prompt_blocks)
+    of_row = (part >= SPLITS) & ((part - SPLITS) * per_own_split < own_blocks)
     live = of_prompt | of_row  # what other parts hold is left over from earlier calls
     slot = (part.to(tl.int64) * num_rows + row) * NUM_HEADS + head
     dims = tl.arange(0, D_PAD)

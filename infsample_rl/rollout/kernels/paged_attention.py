@@ -1,7 +1,7 @@
 """Two-part attention over paged KV on CUDA, and the newest tokens' KV into the pages: launches fit for a CUDA graph.
 
-The grids depend on shapes alone, and what a table is divided into on the longest tables alone: so a row has the same
-bits whatever rows are beside it. Letters: R rows, P prompt places, H kv heads, N query heads per kv head, D head size.
+The grids depend on shapes alone, and what a table is divided into on its tokens alone: so a row has the same bits
+whatever is beside it. Letters: R rows, P prompt places, H kv heads, N query heads per kv head, D head size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from infsample_rl.rollout.kernels.attention_triton import _merge_kernel, _parts_
 BLOCK_KEYS = 32  # of one inner iteration, over several pages
 BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
 BYTES_PER_WARP = 4096  # of a block's keys: with more, two warps spill float32, and heads of 256 (ptxas)
-MAX_SPLITS = 8  # of one table's tokens; what they leave is 1 / 16 of what 1,000 tokens of 4 query heads read
-SPLIT_TOKENS = 64  # that are worth a split
+SPLITS = 8  # of one table's tokens; what they leave is 1 / 16 of what 1,000 tokens of 4 query heads read
 STORED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LOG2_E = 1.4426950408889634
 
@@ -31,18 +30,8 @@ class Workspace:
     """Parts of one call at a time, allocated once: float32 outputs [parts, R, H N, D] and log-sum-exps, flat, for any R
     up to `max_rows`."""
 
-    def __init__(
-        self,
-        max_rows: int,
-        num_query_heads: int,
-        head_dim: int,
-        max_own_tokens: int,
-        max_prompt_tokens: int,
-        device: torch.device | str,
-    ) -> None:
-        self.prompt_splits = min(MAX_SPLITS, triton.cdiv(max_prompt_tokens, SPLIT_TOKENS))
-        self.own_splits = min(MAX_SPLITS, triton.cdiv(max_own_tokens, SPLIT_TOKENS))
-        size = max_rows * (self.prompt_splits + self.own_splits) * num_query_heads
+    def __init__(self, max_rows: int, num_query_heads: int, head_dim: int, device: torch.device | str) -> None:
+        size = max_rows * 2 * SPLITS * num_query_heads
         self.outputs = torch.empty(size * head_dim, dtype=torch.float32, device=device)
         self.lses = torch.empty(size, dtype=torch.float32, device=device)
 
@@ -69,14 +58,13 @@ def paged_attention(
     keys, values [pages, page size, H, D]: as query, or int8 with bfloat16 key_scales [pages, H, D] and value_scales
     [pages, page size, H]; a page size is a power of two >= 8. Tables int32 of page numbers [R or more, any], [P,
     any]; lengths int32 [R or more], [P] in tokens, 0 for an unused place. The rows of prompt p are starts[p] to
-    starts[p + 1] - 1; those behind starts[P] have no prompt. Lengths beyond what the workspace was made for are
-    right, only slower. `early`: with programmatic dependent launch (sm_90). All tensors are contiguous, but for the
+    starts[p + 1] - 1; those behind starts[P] have no prompt. `early`: with programmatic dependent launch (sm_90). All tensors are contiguous, but for the
     rows of tables; nothing is checked, since the tensors of every step are the same.
     """
     num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
-    both, parts, num_blocks = _sizes(query, keys, num_prompts, workspace)
+    both, parts, num_blocks = _sizes(query, keys, num_prompts)
     both["EARLY"] = early
-    num_programs = parts["H"] * (num_blocks * both["PROMPT_SPLITS"] + num_rows * both["OWN_SPLITS"])
+    num_programs = parts["H"] * SPLITS * (num_blocks + num_rows)
     num_warps = max(2, both["BLOCK_N"] * both["D_PAD"] * query.element_size() // BYTES_PER_WARP)
     launch = {"launch_pdl": True} if early else {}
     out = torch.empty_like(query)
@@ -89,15 +77,12 @@ def paged_attention(
     )  # fmt: skip
     _merge_kernel[(num_rows, num_heads)](
         workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, out, num_rows, num_prompts,
-        NUM_HEADS=num_heads, PARTS_PAD=triton.next_power_of_2(both["PROMPT_SPLITS"] + both["OWN_SPLITS"]), **both,
-        num_warps=4, **launch,
+        NUM_HEADS=num_heads, **both, num_warps=4, **launch,
     )  # fmt: skip
     return out
 
 
-def _sizes(
-    query: Tensor, keys: Tensor, num_prompts: int, workspace: Workspace
-) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _sizes(query: Tensor, keys: Tensor, num_prompts: int) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Compile-time sizes of both kernels, those of the parts alone, and the most blocks of queries that prompts sharing
     the rows can have."""
     num_rows, num_heads, head_dim = query.shape
@@ -106,8 +91,7 @@ def _sizes(
     width = max(16, triton.next_power_of_2(head_dim))  # matrix products take 16 or more of everything
     keys_of_block = min(BLOCK_KEYS, max(16, BLOCK_BYTES // (width * query.element_size())))
     queries_of_block = max(16, triton.next_power_of_2(group))
-    both = {"D": head_dim, "D_PAD": width, "BLOCK_N": keys_of_block}
-    both |= {"PROMPT_SPLITS": workspace.prompt_splits, "OWN_SPLITS": workspace.own_splits}
+    both = {"D": head_dim, "D_PAD": width, "BLOCK_N": keys_of_block, "SPLITS": SPLITS}
     both["P_PAD"] = triton.next_power_of_2(num_prompts + 15)  # few different ones, so few compilations
     parts = {"H": num_kv_heads, "N": group, "PAGE": page_size, "M": queries_of_block}
     # the interpreter cannot multiply bfloat16

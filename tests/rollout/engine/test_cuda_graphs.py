@@ -98,7 +98,7 @@ def make_running(gpu_model, tokenizer):
 
     def build(group_size=8, **settings):
         options = {"group_size": group_size, "slots": group_size, "max_new_tokens": 200, "page_size": 256}
-        options |= {"schedule": "full_group"}
+        options |= {"schedule": "full_group", "speculate": "0"}
         engine = make_engine(model, tokenizer, stop=set(), **(options | settings))
         engine.generate([PROMPTS[0]], seed=1)
         engine.stream([PROMPTS[0]], seed=1)

@@ -59,7 +59,7 @@ def in_triton(runner, batch):
     runner.decoder.use_triton()
     assert (runner.decoder.triton_layers is None) == (runner.dtype == torch.float32)
     heads = runner.model.config.num_attention_heads
-    return Workspace(batch.max_rows, heads, runner.shape.head_dim, 16, 8, runner.device)
+    return Workspace(batch.max_rows, heads, runner.shape.head_dim, runner.device)
 
 
 def run_step(model, own_tokens, kv_dtype, *, triton):

@@ -54,7 +54,7 @@ def make_case(
         pages = (pages * 40).nan_to_num(100.0).clamp(-127, 127)  # int8 has no NaN: the largest value instead
         key_scales[0] = value_scales[0] = float("nan")
     keys, values = pages.to(page_dtype or dtype)
-    workspace = Workspace(len(own), heads[0] * heads[1], head_dim, max(own), max(prompts), device)
+    workspace = Workspace(len(own), heads[0] * heads[1], head_dim, device)
     workspace.outputs.fill_(float("nan"))
     workspace.lses.fill_(float("nan"))
     case = {
@@ -119,10 +119,9 @@ def test_rows_of_prompts_of_different_lengths(interpreted, dtype):
     assert_right(interpreted(paged_attention, **case), case)
 
 
-@pytest.mark.parametrize(("tokens", "splits"), [(60, 1), (300, 5), (900, 8)])
-def test_one_prompt_in_one_split_and_in_many(interpreted, tokens, splits):
+@pytest.mark.parametrize("tokens", [30, 100, 900])
+def test_one_prompt_in_one_split_and_in_many(interpreted, tokens):
     case = make_case((tokens,), (3,), (1, tokens, 30))
-    assert case["workspace"].prompt_splits == case["workspace"].own_splits == splits
     assert_right(interpreted(paged_attention, **case), case)
 
 
@@ -204,7 +203,7 @@ def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = make_case((64,), (32,), [1] * 32, heads=(1, group), head_dim=head_dim, dtype=dtype, page_dtype=page_dtype)
-    both, parts, _ = _sizes(case["query"], case["keys"], 1, case["workspace"])
+    both, parts, _ = _sizes(case["query"], case["keys"], 1)
     fixed = {"QUANTISED": page_dtype is not None, "EARLY": early} | both | parts
     fixed |= {} if page_dtype else {"key_scales": None, "value_scales": None}
     kinds = {"queries": POINTERS[dtype], "score_scale": "fp32"}
