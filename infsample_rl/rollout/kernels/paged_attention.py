@@ -58,8 +58,9 @@ def paged_attention(
     keys, values [pages, page size, H, D]: as query, or int8 with bfloat16 key_scales [pages, H, D] and value_scales
     [pages, page size, H]; a page size is a power of two >= 8. Tables int32 of page numbers [R or more, any], [P,
     any]; lengths int32 [R or more], [P] in tokens, 0 for an unused place. The rows of prompt p are starts[p] to
-    starts[p + 1] - 1; those behind starts[P] have no prompt. `early`: with programmatic dependent launch (sm_90). All tensors are contiguous, but for the
-    rows of tables; nothing is checked, since the tensors of every step are the same.
+    starts[p + 1] - 1; those behind starts[P] have no prompt. `early`: with programmatic dependent launch (sm_90). All
+    tensors are contiguous, but for the rows of tables; nothing is checked, since the tensors of every step are the
+    same.
     """
     num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
     both, parts, num_blocks = _sizes(query, keys, num_prompts)
