@@ -58,6 +58,8 @@ PARTS = {
     "b": [
         Piece("1.7b", "decode", [*BIG], 120, ["rows=[1,2]", "prompt_tokens=20", "own_tokens=[4]", "steps=2"]),
         Piece("8b", "decode", [*HUGE, "rows=[1,4,8,32]", "own_tokens=[64,1024]"], 120),
+        # the shipped experiments decode as many as the GPU's memory holds; above 64 the layers are torch's products
+        Piece("many rows", "decode", [*BIG, "rows=[128,256,512]", "own_tokens=[256]"], 120),
         Piece("short prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=128", "own_tokens=[64]"], 60),
         Piece("long prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=4096", "own_tokens=[64]"], 60),
         Piece("int8", "decode", [*BIG, "rows=[4,32]", "own_tokens=[1024]", "kv_dtype=int8"], 60),

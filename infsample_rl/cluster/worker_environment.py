@@ -40,6 +40,8 @@ def worker_environment(config: Config) -> dict[str, str]:
     if config.cluster.address is None:  # this machine: nothing has to come from another one
         loopback = socket.if_indextoname(1)
         environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    if config.is_deterministic and (config.cluster.rollout_gpus or config.cluster.learner_gpus):
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else cuBLAS need not repeat, as NVIDIA's manual says
     return environment
 
 

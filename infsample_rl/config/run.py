@@ -20,7 +20,7 @@ class RunConfig:
     deterministic: bool | None = setting(
         None,
         "the same weights, bit by bit, under any timing, kill and number of rollout workers; none: yes where all is "
-        "float32 on the CPU",
+        "float32 on the CPU; true on GPUs of one kind, in 16 bits, where more than 64 rows decode slower",
     )
     resume: str = setting("auto", "auto: go on from run.dir's last checkpoint; never; or the path of a checkpoint")
     steps: int | None = setting(None, "training steps; none: run.epochs passes over the data", low=1)

@@ -67,7 +67,8 @@ class LearnerWorker(RowTrainer):
         A worker of one rank needs no host_store() before.
         """
         torch.set_num_threads(self.config.cluster.threads_per_worker)
-        torch.use_deterministic_algorithms(self.config.is_deterministic)
+        # on a GPU torch names what has no such algorithm in a warning, and the run goes on
+        torch.use_deterministic_algorithms(self.config.is_deterministic, warn_only=self.device.type == "cuda")
         # nothing here reads what it has not written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by its class
         torch.manual_seed(self.config.run.seed)

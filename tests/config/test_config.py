@@ -84,6 +84,7 @@ def test_a_large_model_fills_the_memory_there_is(name):
         (["model.dtype=bfloat16"], True, False),
         (["rollout.kv_dtype=int8", "objective.importance=token_tis"], True, False),
         (["cluster.rollout_gpus=1"], True, False),
+        (["cluster.rollout_gpus=1", "model.dtype=bfloat16", "run.deterministic=true"], True, True),
     ],
 )
 def test_a_pool_has_what_is_free_and_a_run_repeats_unless_settings_say_otherwise(overrides, free, deterministic):
@@ -265,6 +266,14 @@ WRONG = [
         "rollout.vllm_python=/bin/false does not run: no word; `make vllm`",
     ),
     (["rollout.engine=sglang"], "rollout.engine must be one of native, vllm, got 'sglang'"),
+    (
+        ["run.deterministic=true", "cluster.rollout_gpus=1"],
+        "model.dtype must be bfloat16 or float16 with run.deterministic=true, cluster.rollout_gpus=1, got float32",
+    ),
+    (
+        ["run.deterministic=true", "model.dtype=bfloat16"],
+        "model.dtype must be float32 with run.deterministic=true, cluster.rollout_gpus=0, got bfloat16",
+    ),
     (["rollout.engine=vllm", "run.deterministic=true"], "rollout.engine must be native with run.deterministic=true"),
     (
         ["rollout.engine=vllm", "rollout.schedule=infinite"],

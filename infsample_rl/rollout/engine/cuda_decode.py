@@ -9,7 +9,6 @@ model's head.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from infsample_rl.rollout.engine.decoder import FusedDecoder
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
-
-if TYPE_CHECKING:  # Triton may be absent
-    from infsample_rl.rollout.kernels.paged_attention import Workspace
 
 HEAD_ROWS = 32  # rows whose logits exist at a time, always so many: in another shape a row might get other bits
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
@@ -79,7 +75,7 @@ class DecodeGraphs:
         """
         self.runner, self.batch, self.sampler = runner, batch, sampler
         device, is_cuda = batch.device, batch.device.type == "cuda"
-        self._workspace = new_workspace(runner, batch) if is_cuda else None
+        self._workspace = runner.new_workspace(batch)
         num_places, vocab_size = batch.prompt_tables.shape[0], runner.vocab_size
         dtype = torch.float32 if runner.lm_head_fp32 else runner.dtype
         self._prompt_logits = torch.zeros(num_places, vocab_size, dtype=dtype, device=device)
@@ -187,11 +183,3 @@ def draw_rows(
     newest is -1."""
     of_prompt = prompt_logits.index_select(0, prompt_of_row)
     return sampler.draw(torch.where(positions[:, None] < 0, of_prompt, logits), keys, positions + 1)
-
-
-def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
-    """What the attention kernel needs beside the batch's tensors."""
-    from infsample_rl.rollout.kernels.paged_attention import Workspace  # Triton may be absent
-
-    heads = runner.model.config.num_attention_heads
-    return Workspace(batch.max_rows, heads, runner.shape.head_dim, batch.device)

@@ -43,11 +43,13 @@ class FusedDecoder:
     """Runs `model`'s decoder layers on [R] tokens. Construct it anew when a parameter's storage is replaced; values may
     change in place."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels | None = None, *, joins: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: Kernels | None = None, *, joins: bool = True, in_blocks: bool = False
+    ) -> None:
         """`model`: one that `supports` accepts. `kernels` None: torch's operators. `joins`: the projections that share
         an input become one buffer each, and the model's parameters views of it, without a second copy; not for weights
-        on the CPU, which may lie in a mapped file."""
-        self.model, self.kernels = model.model, kernels
+        on the CPU, which may lie in a mapped file. `in_blocks`: as TritonLayers'."""
+        self.model, self.kernels, self._in_blocks = model.model, kernels, in_blocks
         self._ins: list[AttentionIn] = []
         self._outs: list[AttentionOut] = []
         for layer in self.model.layers:
@@ -65,7 +67,8 @@ class FusedDecoder:
         from infsample_rl.rollout.engine.triton_layers import TritonLayers, takes_weights  # Triton may be absent
 
         if self.triton_layers is None and takes_weights(self._ins[0], self._outs[0]):
-            self.triton_layers = TritonLayers(self.model, self._ins, self._outs, self._scalings)
+            parts = self._ins, self._outs, self._scalings
+            self.triton_layers = TritonLayers(self.model, *parts, in_blocks=self._in_blocks)
 
     def in_triton(self, step: Step) -> Tensor | None:
         """Last hidden states [R, E], normed, of the newest tokens of a step that the Triton kernels take; else None."""

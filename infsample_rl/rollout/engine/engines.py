@@ -42,6 +42,7 @@ def open_engine(
         reserved_bytes=reserved_bytes,
         sharers=config.cluster.rollout_workers,
         gpu_part=config.cluster.rollout_gpus or 1.0,
+        exact=config.is_deterministic,
         # Before the engine is built: the model holds the base weights, which adapters are merged into.
         adapters=ReceivedAdapters(model, learner) if merges else None,
     )

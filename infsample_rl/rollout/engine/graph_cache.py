@@ -41,6 +41,7 @@ class GraphCache:
         reason = why_no_graphs(runner)
         self.is_used = self.compiles = not reason
         if reason:
+            runner.exact = False
             warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
 
     def take(self, batch: RowBatch, sampler: Sampler) -> DecodeGraphs | None:
@@ -94,7 +95,7 @@ class GraphCache:
         self._is_tried = True
         if not reason:
             return graphs
-        self.is_used = self.compiles = False
+        self.is_used = self.compiles = runner.exact = False
         warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
         runner.find_decoder()  # one that is not compiled
         return None

@@ -6,6 +6,7 @@ Letters: R rows, E hidden size, V vocabulary of the model's head.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,14 @@ class ModelRunner:
     """Runs a model with attention that reads and writes the KV pool. Between its own forwards the model is as it
     was."""
 
-    def __init__(self, model: PreTrainedModel, *, lm_head_fp32: bool = False, kv_dtype: str = "auto") -> None:
-        """`kv_dtype`: auto (the model's dtype) or int8. ValueError for a model that cannot be decoded here."""
+    def __init__(
+        self, model: PreTrainedModel, *, lm_head_fp32: bool = False, kv_dtype: str = "auto", exact: bool = False
+    ) -> None:
+        """`kv_dtype`: auto (the model's dtype) or int8. `exact`: on a GPU, where it is slower, a sample's bits are to
+        depend on the sample alone, as they do on the CPU. ValueError for a model that cannot be decoded here."""
         check_architecture(model)
         self.model, self.lm_head_fp32 = model, lm_head_fp32
+        self.exact = exact and model.device.type == "cuda"  # until graph_cache finds that the kernels do not work
         self.shape = KVShape.of(model.config)
         self.context = context_of(model.config)  # None: unbounded
         self.device, self.dtype = model.device, model.dtype
@@ -59,12 +64,18 @@ class ModelRunner:
             if self._kernels_read_pages and not self.length_rope:
                 self.decoder = CompiledDecoder(self.model, self.kernels)
             else:
-                self.decoder = FusedDecoder(self.model, self.kernels, joins=self.device.type == "cuda")
+                on_gpu = self.device.type == "cuda"
+                self.decoder = FusedDecoder(self.model, self.kernels, joins=on_gpu, in_blocks=self.exact)
+                if self.exact:
+                    with contextlib.suppress(ImportError):  # Triton may be absent
+                        self.decoder.use_triton()
 
     @property
     def is_exact(self) -> bool:
         """Whether a sample's bits depend on nothing but the sample: no row beside it, no preemption, no page size."""
-        return isinstance(self.decoder, CompiledDecoder)
+        if isinstance(self.decoder, FusedDecoder):
+            return self.exact and self.decoder.triton_layers is not None and self.kv_dtype == self.dtype
+        return self.decoder is not None
 
     @property
     def vocab_size(self) -> int:
@@ -91,14 +102,14 @@ class ModelRunner:
         self, tokens: list[int], num_kept: int, pages: list[int], prompt_pages: list[int], num_prompt_tokens: int
     ) -> None:
         """Write the KV of a sample's `tokens` from `num_kept` on into its `pages`, which hold that of the ones
-        before: where kernels are compiled the very bits that decoding wrote, since every token is a row of a step."""
-        if isinstance(self.decoder, CompiledDecoder):
+        before: where `is_exact` the very bits that decoding wrote, since every token is a row of a step."""
+        if self.is_exact:
             sizes = (len(pages), 1, len(prompt_pages), self.kv.scratch_page, self.device)
             for begin in range(num_kept, len(tokens), PREFILL_TOKENS["cpu"]):
                 piece = range(begin, min(begin + PREFILL_TOKENS["cpu"], len(tokens)))
                 batch = RowBatch(len(piece), *sizes)
                 batch.arrange_tokens(tokens, piece, pages, prompt_pages, num_prompt_tokens)
-                self.decoder(batch, len(piece), self.kv)
+                self.decode(batch, workspace=self.new_workspace(batch))
             return
         prompt = (torch.tensor(prompt_pages, device=self.device), num_prompt_tokens)
         self._extend(tokens, pages, [prompt], num_prompt_tokens, num_kept)
@@ -151,6 +162,14 @@ class ModelRunner:
         if self.kernels is not None:
             return self.kernels.linear(hidden, weight)
         return head_logits(hidden, weight, fp32=self.lm_head_fp32)
+
+    def new_workspace(self, batch: RowBatch) -> Workspace | None:
+        """What attention in Triton needs beside the batch's tensors; None without CUDA."""
+        if self.device.type != "cuda":
+            return None
+        from infsample_rl.rollout.kernels.paged_attention import Workspace  # Triton may be absent
+
+        return Workspace(batch.max_rows, self.model.config.num_attention_heads, self.shape.head_dim, batch.device)
 
     def _decode_step(self, batch: RowBatch, num_rows: int, workspace: Workspace | None) -> attention.Step:
         if workspace is not None:

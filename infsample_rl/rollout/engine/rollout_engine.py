@@ -66,7 +66,6 @@ class RolloutEngine(ABC):
     vocab_size: int
     context: int | None  # most tokens of a prompt and a response; None: no bound is known
     shared_block = 0  # as GroupSettings.shared_block
-    is_exact: bool  # whether a sample has the same bits under every schedule and in any company
 
     def __init__(
         self,
@@ -85,6 +84,11 @@ class RolloutEngine(ABC):
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
         self._loop: StepLoop | None = None  # of the last stream
+
+    @property
+    @abstractmethod
+    def is_exact(self) -> bool:
+        """Whether a sample has the same bits under every schedule and in any company."""
 
     @property
     @abstractmethod

@@ -154,6 +154,7 @@ class RowBatch:
         self.tables.copy_(torch.tensor(pages, dtype=torch.int32))
         self.prompt_tables.copy_(torch.tensor(prompt_pages, dtype=torch.int32))
         self.prompt_lengths.fill_(start)
+        self.prompt_row_starts[1:] = len(places)
 
     def write_pages(self, samples: Sequence[Sample]) -> None:
         """Write the pages that samples have got since they were arranged."""

@@ -41,8 +41,10 @@ class SamplingEngine(RolloutEngine):
         sharers: int = 1,
         gpu_part: float = 1.0,
         adapters: ReceivedAdapters | None = None,
+        exact: bool = False,
     ) -> None:
-        """`adapters`: what is published, merged into the model at every version. `stop_token_ids` None: those of the
+        """`exact`: as ModelRunner's. `adapters`: what is published, merged into the model at every version.
+        `stop_token_ids` None: those of the
         model's generation config, the tokenizer and the settings together.
 
         `max_prompt_tokens`: longest prompt to come; None: with the default KV budget,
@@ -53,7 +55,8 @@ class SamplingEngine(RolloutEngine):
         GPU's memory, what is this process's. ValueError for what cannot work.
         """
         self._adapters = adapters
-        self.runner = ModelRunner(model.eval(), lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype)
+        kv_dtype = rollout_config.kv_dtype
+        self.runner = ModelRunner(model.eval(), lm_head_fp32=lm_head_fp32, kv_dtype=kv_dtype, exact=exact)
         if len(tokenizer) > self.runner.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary of "
@@ -62,7 +65,7 @@ class SamplingEngine(RolloutEngine):
         hidden_size = last_hidden_size(model.config)
         lengths = LengthSource(rollout_config, tokenizer, self.runner.device, hidden_size, shared=shared_probe)
         super().__init__(rollout_config, tokenizer, lengths, stop_token_ids, model.generation_config)
-        self.vocab_size, self.context, self.is_exact = self.runner.vocab_size, self.runner.context, self.runner.is_exact
+        self.vocab_size, self.context = self.runner.vocab_size, self.runner.context
         self.pool = EnginePool(
             rollout_config,
             self.runner,
@@ -72,6 +75,10 @@ class SamplingEngine(RolloutEngine):
             gpu_part=gpu_part,
         )
         self._speculation = speculation_of(rollout_config, self.runner)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.runner.is_exact
 
     @property
     def num_pages(self) -> int:

@@ -2,16 +2,15 @@
 Qwen3, the whole decoder layers: six kernels a layer, each launched before the last has ended.
 
 The kernels are attention's input (norm, product, head norms, rotation, KV write), its parts, their merge, its output,
-gate and up, down. Constants were chosen on an H200 at the shapes of Qwen3-1.7B. The file needs Triton, so it is
-imported only where a step is to run on it. Letters: R rows, E hidden size, D head size, K inputs of a product.
+gate and up, down. The file needs Triton, so it is imported only where a step is to run on it. Letters: R rows, E hidden
+size, D head size, K inputs of a product.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from infsample_rl.rollout.engine.attention import AttentionIn, AttentionOut
 from infsample_rl.rollout.engine.kv_cache import PagedKV
+from infsample_rl.rollout.engine.product_plans import HIDDEN_TILE, plans
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels.paged_attention import STORED_DTYPES, Workspace, paged_attention, write_tokens
 from infsample_rl.rollout.kernels.triton_linear import (
@@ -31,9 +31,6 @@ from infsample_rl.rollout.kernels.triton_linear import (
 )
 
 MAX_ROWS = 64
-HIDDEN_TILE, GATED_TILE = 64, 128  # weight rows of a program; of a head's: D
-REGISTERS = 65536  # of a multiprocessor
-STAGED_BYTES = 100 * 1024  # of shared memory for blocks of weights on their way
 
 
 @dataclass
@@ -87,91 +84,21 @@ class TritonStep:
         )
 
 
-class Launch(NamedTuple):
-    """What a product's kernel runs with."""
-
-    preloads: int  # blocks that a program loads before what it depends on is done
-    warps: int
-
-
-class Settings(NamedTuple):
-    """What a product's kernel does best with. What its sums are made of does not depend on the number of rows, so that
-    a row has the same bits in any company."""
-
-    programs: float  # per multiprocessor at least, by splitting K
-    block_k: int  # columns of a block of weights at most
-    launches: tuple[Launch, Launch, Launch]  # with up to 16, 32 and 64 rows
-
-
-STAGES = 4  # blocks of weights on their way beside those preloaded
-SETTINGS = {
-    "heads": Settings(1.8, 64, (Launch(4, 8), Launch(4, 8), Launch(4, 8))),
-    "out": Settings(1.8, 128, (Launch(2, 4), Launch(2, 8), Launch(2, 8))),
-    # with eight warps 64 rows spill 760 bytes a thread (ptxas for sm_90)
-    "gated": Settings(2.8, 64, (Launch(2, 4), Launch(2, 8), Launch(2, 4))),
-    "down": Settings(1.8, 128, (Launch(4, 8), Launch(2, 8), Launch(2, 8))),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How one product is divided among programs."""
-
-    num_inputs: int
-    num_tiles: int
-    tile: int
-    splits: int  # of K
-    settings: Settings
-
-    @property
-    def num_partials(self) -> int:
-        """Sums of all programs for one row."""
-        return self.num_tiles * self.splits * self.tile
-
-    def sizes(self, num_rows: int, *, early: bool, product: tl.dtype) -> dict:
-        """Compile-time sizes and launch options of its kernel."""
-        settings, padded = self.settings, max(16, triton.next_power_of_2(num_rows))
-        launch = settings.launches[(padded // 16).bit_length() - 1]
-        width = self.num_inputs // self.splits
-        block = min(settings.block_k, width & -width)  # powers of two
-        stages = max(2, min(STAGES, STAGED_BYTES // (2 * block * (self.tile + padded))))
-        sizes = {"K": self.num_inputs, "M": padded, "TILE": self.tile, "SPLITS": self.splits, "BLOCK_K": block}
-        sizes["PRELOADS"] = min(launch.preloads, width // block)
-        # what is fused into one rounding would depend on how rows are spread over threads
-        options = {"num_warps": launch.warps, "num_stages": stages, "launch_pdl": early, "enable_fp_fusion": False}
-        if early:  # so many registers that all programs find a place at once
-            options["maxnreg"] = min(248, REGISTERS // (32 * launch.warps * math.ceil(settings.programs)) & -8)
-        return sizes | {"EARLY": early, "PRODUCT": product} | options
-
-
-def plan(settings: Settings, num_inputs: int, num_tiles: int, tile: int, num_processors: int) -> Plan:
-    """The fewest splits of K, of 64 columns or a multiple, that give every multiprocessor its programs."""
-    blocks = num_inputs // 64
-    divisors = [count for count in range(1, blocks + 1) if blocks % count == 0]
-    wanted = settings.programs * num_processors
-    splits = next((count for count in divisors if num_tiles * count >= wanted), blocks)
-    return Plan(num_inputs, num_tiles, tile, splits, settings)
-
-
-def plans(into: AttentionIn, out: AttentionOut, num_processors: int) -> dict[str, Plan]:
-    """The plans of a layer's four products, by name."""
-    size, inner = into.weights[0].shape[1], out.down.shape[1]
-    shapes = {  # inputs, blocks of columns, columns of a block
-        "heads": (size, into.weights[0].shape[0] // into.head_dim, into.head_dim),
-        "out": (out.out.shape[1], size // HIDDEN_TILE, HIDDEN_TILE),
-        "gated": (size, 2 * inner // GATED_TILE, GATED_TILE),
-        "down": (inner, size // HIDDEN_TILE, HIDDEN_TILE),
-    }
-    return {name: plan(SETTINGS[name], *shape, num_processors) for name, shape in shapes.items()}
-
-
 class TritonLayers:
     """The layers whose weights are `ins` and `outs`. Hidden states [R, E] stay in one buffer, beside their sums of
     squares by tile."""
 
-    def __init__(self, model: Any, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]) -> None:
-        """The weights are such that `takes_weights`."""
-        self.model, self.ins, self.outs, self.scalings = model, ins, outs, scalings
+    def __init__(
+        self,
+        model: Any,
+        ins: list[AttentionIn],
+        outs: list[AttentionOut],
+        scalings: list[float],
+        *,
+        in_blocks: bool = False,
+    ) -> None:
+        """The weights are such that `takes_weights`. `in_blocks`: more than MAX_ROWS rows too, so many at a time."""
+        self.model, self.ins, self.outs, self.scalings, self.in_blocks = model, ins, outs, scalings, in_blocks
         device, one, other = ins[0].weights[0].device, ins[0], outs[0]
         is_cuda = device.type == "cuda"
         self.early = is_cuda  # the interpreter has no programmatic dependent launch
@@ -189,7 +116,7 @@ class TritonLayers:
 
     def takes(self, step: object) -> TypeGuard[TritonStep]:
         """Whether the layers can run a step."""
-        return isinstance(step, TritonStep) and step.num_rows <= MAX_ROWS
+        return isinstance(step, TritonStep) and (step.num_rows <= MAX_ROWS or self.in_blocks)
 
     def angles(self, batch: RowBatch, page_size: int) -> tuple[Tensor, Tensor]:
         """cos and sin [places, D] of every place that a batch's tables can hold, by the model's own module."""
@@ -208,12 +135,16 @@ class TritonLayers:
         hidden = torch.empty(num_rows, size, dtype=table.dtype, device=table.device)
         squares = torch.empty(num_rows, self.tiles, dtype=torch.float32, device=table.device)
         _embed_kernel[(num_rows, self.tiles)](tokens, table, hidden, squares, E=size, TILE=HIDDEN_TILE)
+        blocks = [slice(start, start + MAX_ROWS) for start in range(0, num_rows, MAX_ROWS)]
         for index, (into, out) in enumerate(zip(self.ins, self.outs, strict=True)):
-            query = self.project(into, hidden, squares, cos, sin, step, index)
+            query = _whole(
+                [self.project(into, hidden[rows], squares[rows], cos, sin, step, index, rows) for rows in blocks]
+            )
             attended = step.attend_written(index, query, self.scalings[index], early=self.early)
-            self.add_product("out", attended, out.out, out.out_bias, hidden, squares)
-            gated = self.gate(out, hidden, squares)
-            self.add_product("down", gated, out.down, out.down_bias, hidden, squares)
+            for rows in blocks:
+                self.add_product("out", attended[rows], out.out, out.out_bias, hidden[rows], squares[rows])
+                gated = self.gate(out, hidden[rows], squares[rows])
+                self.add_product("down", gated, out.down, out.down_bias, hidden[rows], squares[rows])
         normed = torch.empty_like(hidden)
         _norm_kernel[(num_rows, self.tiles)](
             hidden, squares, self.model.norm.weight, normed, self.ins[0].epsilon,
@@ -230,9 +161,10 @@ class TritonLayers:
         sin: Tensor,
         step: TritonStep,
         layer: int,
+        rows: slice,
     ) -> Tensor:
-        """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [places, D]; keys and values are written to the
-        layer's pages."""
+        """hidden [R, E] of some `rows` of the step -> query [R, heads, D], rotated by cos and sin [places, D]; keys and
+        values are written to the layer's pages."""
         num_rows, kv, plan = len(hidden), step.kv, self.plans["heads"]
         shape = (num_rows, weights.num_kv_heads, weights.head_dim)
         query = torch.empty(num_rows, weights.num_heads, weights.head_dim, dtype=hidden.dtype, device=hidden.device)
@@ -241,17 +173,18 @@ class TritonLayers:
             kv.layers[2 * layer : 2 * layer + 2] if is_direct else (hidden.new_empty(shape) for _ in range(2))
         )
         batch = step.batch
+        tables, positions, starts = batch.tables[rows], batch.positions[rows], batch.starts[rows]
         _heads_kernel[(plan.num_tiles * plan.splits,)](
             hidden, squares, weights.norm, weights.weights[0], weights.biases[0], weights.query_norm,
             weights.key_norm, cos, sin, query, keys, values,
-            batch.tables, batch.positions, batch.starts, batch.tables.stride(0),
+            tables, positions, starts, tables.stride(0),
             self.partials, self.counters, num_rows, weights.epsilon,
             HEADS=weights.num_heads, KV_HEADS=weights.num_kv_heads, PAGE=kv.page_size if is_direct else 0,
             **self.square_sizes,
             **plan.sizes(num_rows, early=self.early, product=self.product),
         )  # fmt: skip
         if not is_direct:
-            kv.write(layer, step.write_index, keys, values)
+            kv.write(layer, step.write_index[rows], keys, values)
         return query
 
     def gate(self, weights: AttentionOut, hidden: Tensor, squares: Tensor) -> Tensor:
@@ -274,6 +207,10 @@ class TritonLayers:
             x, weight, bias, hidden, squares, self.partials, self.counters, num_rows,
             N=hidden.shape[1], **plan.sizes(num_rows, early=self.early, product=self.product),
         )  # fmt: skip
+
+
+def _whole(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def takes_weights(into: AttentionIn, out: AttentionOut) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import engines
-from tests.engines import PROMPTS, assert_logprobs_close, ends_of, greedy, tokens_of
+from tests.engines import PROMPTS, assert_logprobs_close, bits_of, ends_of, greedy, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -88,6 +88,43 @@ def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
             ]
         wanted = torch.log_softmax(logits.float(), -1).cpu()[torch.arange(len(response)), torch.tensor(response)]
         assert (torch.from_numpy(completion.logprobs) - wanted).abs().mean() < 0.05
+
+
+@pytest.fixture(scope="module")
+def of_all_rows(gpu_model, tokenizer):
+    """A model of Qwen3-1.7B's shape with two layers in bfloat16, and the samples of one prompt, all 32 at once."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
+    model = gpu_model(dtype=torch.bfloat16, head_dim=128, max_position_embeddings=512, **sizes)
+    settings = {"schedule": "full_group", "group_size": 32, "slots": 32, "max_new_tokens": 64}
+    return model, make_engine(model, tokenizer, **settings).generate(PROMPTS[:1], seed=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "arrival"},
+        {"schedule": "arrival", "slots": 20, "page_size": 32},
+        {},  # token_budget, which parks
+        {"speculate": "3"},
+        {"slots": 32, "prompts_at_once": 2},
+    ],
+    ids=str,
+)
+def test_bfloat16_samples_are_bit_by_bit_those_of_all_rows_at_once(of_all_rows, tokenizer, settings):
+    model, wanted = of_all_rows
+    options = {"group_size": 32, "slots": 4, "max_new_tokens": 64} | settings
+    found = make_engine(model, tokenizer, **options).generate(PROMPTS, seed=1)[:1]
+    assert ends_of(found) == ends_of(wanted) and bits_of(found) == bits_of(wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"preemption": "recompute"}, {"prompts_at_once": 2}], ids=str)
+def test_an_exact_engine_gives_more_rows_than_the_kernels_take_the_same_bits(of_all_rows, tokenizer, settings):
+    model, options = of_all_rows[0], {"group_size": 96, "slots": 4, "max_new_tokens": 40, "exact": True}
+    everything = options | {"schedule": "full_group", "slots": 96}
+    wanted = make_engine(model, tokenizer, **everything).generate(PROMPTS[:1], seed=2)
+    engine = make_engine(model, tokenizer, **(options | settings))
+    found = engine.generate(PROMPTS, seed=2)[:1]
+    assert engine.is_exact and ends_of(found) == ends_of(wanted) and bits_of(found) == bits_of(wanted)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ and on CUDA."""
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,25 +52,25 @@ def make_batch(runner, own_tokens, max_rows):
     return batch, rows
 
 
-def in_triton(runner, batch):
+def in_triton(runner, batch, **options):
     """Have a runner decode in Triton; the workspace of its steps."""
     from infsample_rl.rollout.kernels.paged_attention import Workspace
 
-    runner.decoder = FusedDecoder(runner.model)
+    runner.decoder = FusedDecoder(runner.model, **options)
     runner.decoder.use_triton()
     assert (runner.decoder.triton_layers is None) == (runner.dtype == torch.float32)
     heads = runner.model.config.num_attention_heads
     return Workspace(batch.max_rows, heads, runner.shape.head_dim, runner.device)
 
 
-def run_step(model, own_tokens, kv_dtype, *, triton):
+def run_step(model, own_tokens, kv_dtype, *, triton, **options):
     """Hidden states of a step, and the KV pool after it without the scratch page."""
     runner = ModelRunner(model, kv_dtype=kv_dtype)
     runner.allocate(1 + 2 * len(own_tokens), 8)
     batch, _ = make_batch(runner, own_tokens, len(own_tokens) + 1)
     workspace = runner.decoder = None
     if triton:
-        workspace = in_triton(runner, batch)
+        workspace = in_triton(runner, batch, **options)
     hidden = runner.decode(batch, batch.max_rows, workspace)[: batch.num_rows]
     return hidden.double().cpu().numpy(), runner.kv.store[:, :-1].double().cpu().numpy()
 
@@ -130,7 +131,7 @@ def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, 
         torch.testing.assert_close(torch.from_numpy(steps[2][0]), torch.from_numpy(steps[1][0]), atol=3e-2, rtol=0)
 
 
-def steps_of_rows(config, state, dtype, counts, device="cpu"):
+def steps_of_rows(config, state, dtype, counts, device="cpu", **options):
     """Hidden states of the first rows, and the KV that they wrote, of a step of each number of rows."""
     from transformers import AutoModelForCausalLM
 
@@ -138,9 +139,17 @@ def steps_of_rows(config, state, dtype, counts, device="cpu"):
     for num_rows in counts:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
         model.load_state_dict(state)
-        hidden, store = run_step(model, [4, *[1] * (num_rows - 1)], "auto", triton=True)
+        hidden, store = run_step(model, [4, *[1] * (num_rows - 1)], "auto", triton=True, **options)
         out.append((hidden[: counts[0]], store[:, : 1 + 2 * counts[0]]))
     return out
+
+
+def steps_in_blocks(config, state, dtype, counts):
+    """As steps_of_rows, by layers that take 16 rows at a time."""
+    from infsample_rl.rollout.engine import triton_layers
+
+    with patch.object(triton_layers, "MAX_ROWS", 16):
+        return steps_of_rows(config, state, dtype, counts, in_blocks=True)
 
 
 def steps_of_drafts(config, state, dtype, device="cpu"):
@@ -182,6 +191,13 @@ def test_a_row_has_the_same_bits_in_any_company(interpreted, make_variant):
     config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1, **few_heads)
     alone, *others = interpreted(steps_of_rows, config, state, torch.float16, (2, 16, 17, 40))
     assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
+
+
+@pytest.mark.slow
+def test_more_rows_than_the_layers_take_at_once_have_the_same_bits_in_blocks(interpreted, make_variant):
+    config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1)
+    few, many = interpreted(steps_in_blocks, config, state, torch.float16, (2, 20))
+    assert all((one == other).all() for one, other in zip(few, many, strict=True))
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -238,17 +254,18 @@ def test_products_compile_for_hopper_so_that_two_programs_fit_and_sums_have_one_
     import triton
     import triton.language as tl
 
+    from infsample_rl.rollout.engine import product_plans
     from infsample_rl.rollout.engine import triton_layers as layers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    of_squares, settings = {"SQUARE_PARTS": 32, "SQUARE_PAD": 32}, layers.SETTINGS[name]
+    of_squares, settings = {"SQUARE_PARTS": 32, "SQUARE_PAD": 32}, product_plans.SETTINGS[name]
     kernel, plan, fixed = {
         "heads": (layers._heads_kernel, (2048, 32, 128), of_squares | {"HEADS": 16, "KV_HEADS": 8, "PAGE": 16}),
         "out": (layers._hidden_kernel, (2048, 32, 64), {"N": 2048}),
         "gated": (layers._gated_kernel, (2048, 96, 128), of_squares | {"N": 6144}),
         "down": (layers._hidden_kernel, (6144, 32, 64), {"N": 2048}),
     }[name]
-    plan = layers.plan(settings, *plan, 132)
+    plan = product_plans.plan(settings, *plan, 132)
     sizes = plan.sizes(num_rows, early=True, product=tl.bfloat16)
     options = {option: sizes.pop(option) for option in OPTIONS}
     fixed |= sizes | {"bias": None}
@@ -315,7 +332,7 @@ def sums_of_rows(config, state, dtype, counts, device="cpu"):
     angles = layers.angles(batch, 8)
     for rows in counts:
         step = TritonStep(runner.kv, batch, rows, workspace)
-        of_rows = {"heads": [layers.project(into, hidden[:rows], squares[:rows], *angles, step, 0)]}
+        of_rows = {"heads": [layers.project(into, hidden[:rows], squares[:rows], *angles, step, 0, slice(rows))]}
         of_rows["gated"] = [layers.gate(out, hidden[:rows], squares[:rows])]
         for name, x, weight, bias in (
             ("out", attended, out.out, out.out_bias),
