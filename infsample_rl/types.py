@@ -37,7 +37,8 @@ class EpisodeStart(NamedTuple):
     """What the environments of a prompt's samples begin with, all alike."""
 
     seed: int
-    columns: dict[str, Any]  # of the row
+    columns: dict[str, Any]  # of the row, and its messages as `prompt`
+    messages: list[dict[str, str]] | None = None  # of the prompt, where they are what an environment said in its place
 
 
 @dataclass(frozen=True, kw_only=True)

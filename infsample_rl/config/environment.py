@@ -19,8 +19,8 @@ class EnvironmentConfig:
     factory: str | None = setting(
         None,
         "the environment's class, or a function that makes one, as path/to/file.py:Class: TRL's form (reset(**row), "
-        "its public methods as tools, get_reward()) or gymnasium's (reset(seed, options), step(action)); none: a "
-        "response has one turn",
+        "its public methods as tools, get_reward()), gymnasium's (reset(seed, options), step(action)), or a program "
+        "that calls the policy as OpenAI's API (rollout(base_url, api_key)); none: a response has one turn",
     )
     tools: list[str] = setting([], "functions that the model may call, as path/to/file.py:function, without a state")
     max_turns: int = setting(16, "turns of a trajectory that the policy samples", low=1, read_if=_is_set)

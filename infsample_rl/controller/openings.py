@@ -36,11 +36,14 @@ class Openings:
 
     def _open(self, prompt: Prompt, position: int) -> Prompt:
         assert self._host is not None
-        start = EpisodeStart(seed_of(self._config.run.seed, position, prompt), prompt.columns)
+        columns = {"prompt": prompt.messages} | prompt.columns
+        start = EpisodeStart(seed_of(self._config.run.seed, position, prompt), columns)
         try:
-            said = self._host.opening(*start)
+            said = self._host.opening(start.seed, start.columns)
         except EnvironmentFailed:
-            said = ""
+            said, start = "", start._replace(messages=[])
+        if isinstance(said, list):
+            start = start._replace(messages=said)
         if said:
             data = self._config.data.parts[prompt.source]
             prompt = with_opening(prompt, said, self._tokenizer, data, self._host.tools)

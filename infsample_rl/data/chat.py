@@ -39,12 +39,15 @@ def render(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools = ()
     )
 
 
-def with_opening(prompt: Prompt, opening: str, tokenizer: Any, data: DataConfig, tools: Tools) -> Prompt:
-    """A prompt whose last user message goes on with what its environment says at the beginning. ValueError where it is
-    above data.max_prompt_tokens then, or the template refuses it."""
-    messages = [dict(message) for message in prompt.messages]
-    last = messages[_last_user(messages)]
-    last["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
+def with_opening(
+    prompt: Prompt, opening: str | list[dict[str, str]], tokenizer: Any, data: DataConfig, tools: Tools
+) -> Prompt:
+    """A prompt whose last user message goes on with what its environment says at the beginning, or that is the messages
+    it says. ValueError where it is above data.max_prompt_tokens then, or the template refuses it."""
+    messages = [dict(message) for message in (prompt.messages if isinstance(opening, str) else opening)]
+    if isinstance(opening, str):
+        last = messages[_last_user(messages)]
+        last["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
     try:
         text, token_ids = _rendered(messages, tokenizer, data, tools)
     except BadRow as error:

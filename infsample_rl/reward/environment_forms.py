@@ -4,13 +4,19 @@ their methods. Each is made into one form.
     gymnasium    reset(seed, options), step(action) -> (observation, reward, terminated, truncated, info)
     SkyRL-gym    init(prompt) -> (messages, info), step(action) -> {"observations": messages, "reward", "done", ...}
     TextArena    reset(num_players, seed), get_observation(), step(action) -> (done, info), close() -> (rewards, ...)
+    a program    rollout(base_url, api_key, ...) -> reward, which calls the policy itself, as OpenAI's API
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from infsample_rl.reward.policy_endpoint import Message, PolicyEndpoint
 
 Call = Callable[..., Any]  # calls a method, and waits for one that is async
 
@@ -23,28 +29,42 @@ class Acted(NamedTuple):
     ended: bool
 
 
+class Asked(NamedTuple):
+    """What takes the place of a row's prompt."""
+
+    messages: list[Message]
+
+
 class Acting(Protocol):
     """An environment of one trajectory."""
 
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """Begin; what is said then, None: nothing."""
+        """Begin; what is said then, None: nothing, or Asked."""
 
-    def act(self, text: str) -> Acted:
-        """What comes of a turn's text."""
+    def act(self, text: str, is_last: bool = False) -> Acted:
+        """What comes of a turn's text. `is_last`: no turn follows; a program may then be given None, no turn at all."""
 
 
 def acts(kind: Any) -> bool:
     """Whether instances of a class are acted in by text."""
-    return callable(getattr(kind, "step", None))
+    return callable(getattr(kind, "step", None)) or plays(kind)
+
+
+def plays(kind: Any) -> bool:
+    """Whether instances of a class call the policy themselves."""
+    return callable(getattr(kind, "rollout", None))
 
 
 def begins(kind: Any) -> bool:
     """Whether instances of a class can begin an episode."""
-    return callable(getattr(kind, "reset", None)) or (acts(kind) and callable(getattr(kind, "init", None)))
+    openings = ("reset", "init", "rollout") if acts(kind) else ("reset",)
+    return any(callable(getattr(kind, name, None)) for name in openings)
 
 
 def acting(made: Any, call: Call) -> Acting:
     """An instance in the one form."""
+    if plays(made):
+        return Program(made)
     if callable(getattr(made, "init", None)):
         return SkyRL(made, call)
     return TextArena(made, call) if callable(getattr(made, "get_observation", None)) else Gymnasium(made, call)
@@ -69,7 +89,7 @@ class Gymnasium:
         said = self._call(self._made.reset, **given)
         return said[0] if isinstance(said, tuple) else said  # beside it is info
 
-    def act(self, text: str) -> Acted:
+    def act(self, text: str, is_last: bool = False) -> Acted:
         """As Acting.act."""
         said, reward, terminated, truncated = self._call(self._made.step, text)[:4]
         return Acted(said, reward, bool(terminated or truncated))
@@ -86,7 +106,7 @@ class SkyRL:
         messages, _ = self._call(self._made.init, [])
         return _contents(messages) or None
 
-    def act(self, text: str) -> Acted:
+    def act(self, text: str, is_last: bool = False) -> Acted:
         """As Acting.act."""
         found = self._call(self._made.step, text)
         return Acted(_contents(found["observations"]), found["reward"], bool(found["done"]))
@@ -103,7 +123,7 @@ class TextArena:
         self._call(self._made.reset, num_players=1, seed=seed)
         return self._observe()
 
-    def act(self, text: str) -> Acted:
+    def act(self, text: str, is_last: bool = False) -> Acted:
         """As Acting.act."""
         done, _ = self._call(self._made.step, text)
         if not done:
@@ -118,6 +138,52 @@ class TextArena:
             return "\n".join(text for _, text, kind in found if kind.name != "PLAYER_ACTION")
         before, self._said = self._said, found
         return found[len(before) :] if found.startswith(before) else found
+
+
+class Program:
+    """As Acting. A thread is where it runs, between its requests."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self._endpoint = made, PolicyEndpoint()
+        self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def open(self, seed: int, columns: dict[str, Any]) -> Asked:
+        """As Acting.open: its first request. ValueError for one that ends without any."""
+        own = {"base_url": self._endpoint.base_url, "api_key": self._endpoint.key, "seed": seed}
+        given = accepted(self._made.rollout, columns | own)
+        threading.Thread(target=self._play, args=(given,), daemon=True).start()
+        asked = self._endpoint.asked.get()
+        if asked is None:
+            self._reward()
+            raise ValueError("rollout ended without a request to the policy")
+        return Asked(asked)
+
+    def act(self, text: str | None, is_last: bool = False) -> Acted:
+        """As Acting.act: its next request, or its end, which has the reward."""
+        self._endpoint.answer(text, is_last=is_last)
+        asked = self._endpoint.asked.get()
+        return Acted("", self._reward(), True) if asked is None else Acted(asked[-1]["content"], 0.0, False)
+
+    def _play(self, given: dict[str, Any]) -> None:
+        reward, error = None, None
+        try:
+            reward = self._made.rollout(**given)
+            if inspect.isawaitable(reward):
+                reward = asyncio.run(_awaited(reward))
+        except BaseException as raised:
+            error = raised
+        self._ended.put((reward, error))
+        self._endpoint.asked.put(None)
+
+    def _reward(self) -> Any:
+        reward, error = self._ended.get()
+        if error is not None:
+            raise error
+        return reward
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
 
 
 def _contents(messages: Sequence[dict[str, Any]]) -> str:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, group
 MOST_UNREAD = 1 << 24  # bytes of one reply
 FORGED = "it wrote into the line of its answers"
+Opening = str | list[dict[str, str]]  # what the prompt goes on with, or messages that take its place
 
 
 class EnvironmentFailed(Exception):
@@ -50,10 +51,11 @@ class _Episode:
 
     seed: int
     columns: dict[str, Any]
+    messages: list[dict[str, str]] | None = None  # as EpisodeStart's
     line: socket.socket | None = None  # to its process, once it has one
     pid: int = 0  # of its process, as the system knows it
     unread: bytes = b""
-    opening: str = ""
+    opening: Opening = ""
     done: list[Request] = field(default_factory=list)  # what its process has been asked for
     ended_at: int = -1  # how much was done when a process of its ended
     is_over: bool = False  # nobody wants it any more
@@ -77,11 +79,13 @@ class EnvironmentHost:
         (key, {"failed": why}). `before`: what one that has no process yet does first."""
         self._threads.submit(self._answer, key, self._episodes[key], request, list(before))
 
-    def open(self, key: Hashable, seed: int, columns: dict[str, Any]) -> None:
-        """There is to be an environment of `key`, made when it is first asked."""
-        self._episodes[key] = _Episode(seed, columns)
+    def open(
+        self, key: Hashable, seed: int, columns: dict[str, Any], messages: list[dict[str, str]] | None = None
+    ) -> None:
+        """There is to be an environment of `key`, made when it is first asked, with an EpisodeStart."""
+        self._episodes[key] = _Episode(seed, columns, messages)
 
-    def opening(self, seed: int, columns: dict[str, Any]) -> str:
+    def opening(self, seed: int, columns: dict[str, Any]) -> Opening:
         """What an environment says at its beginning. EnvironmentFailed when it does not begin."""
         episode = _Episode(seed, columns)
         try:
@@ -147,7 +151,11 @@ class EnvironmentHost:
         except ProcessEnded:
             self._end(episode)
             self._meet(episode, self._successor(server))
-        episode.opening = str(self._receive(episode)["said"])
+        found = self._receive(episode)
+        messages = found.get("messages")
+        if messages is not None and not _are_messages(messages):
+            raise EnvironmentFailed(FORGED)
+        episode.opening = str(found["said"]) if messages is None else messages
 
     def _meet(self, episode: _Episode, server: EnvironmentServer) -> None:
         """Its process's first word, so that the system says who it is."""
@@ -158,7 +166,7 @@ class EnvironmentHost:
                 server.hand_over(theirs)
             except OSError:
                 raise ProcessEnded("the process that makes environments is gone") from None
-        self._call(episode, "reset", episode.seed, episode.columns)
+        self._call(episode, "reset", episode.seed, episode.columns, episode.messages)
 
     def _successor(self, server: EnvironmentServer) -> EnvironmentServer:
         """The server now, after one of whose forks has ended before it began."""
@@ -244,6 +252,17 @@ def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:
     if what == "act":
         return isinstance(said, str) and isinstance(found.get("ended"), bool) and _is_number(found.get("reward"))
     return "reward" in found and (found["reward"] is None or _is_number(found["reward"]))
+
+
+def _are_messages(found: Any) -> bool:
+    return isinstance(found, list) and all(
+        isinstance(each, dict) and sorted(each) == ["content", "role"] and all(map(_is_text, each.values()))
+        for each in found
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,11 +8,14 @@ JSON, so that the host unpickles nothing a user's code could have made.
     EnvironmentConfig               ->
                                     <-      {"pid": ..., "form": "tools", "tools": [schema, ...]} or {"error": "..."}
     a socket                        ->      a fork, which talks through it:
-    ("reset", seed, columns)        ->
-                                    <-      {}, then {"said": "..."}, what the episode opens with
+    ("reset", seed, columns, the prompt's messages where they are what another said, else None)
+                                    ->
+                                    <-      {}, then {"said": "..."}, what the episode opens with, or {"said": "",
+                                            "messages": [...]}, what takes the place of the prompt
     ("call", [(name, arguments)])   ->
                                     <-      {"said": ["...", ...], "failed": 0}, an answer to every call
-    ("act", text)                   ->
+    ("act", text, whether no turn follows)
+                                    ->
                                     <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions
     ("reward",)                     ->
                                     <-      {"reward": 1.0}, null where the environment has none
@@ -34,16 +37,17 @@ from collections.abc import Callable
 from typing import Any
 
 from infsample_rl.config.environment import EnvironmentConfig
-from infsample_rl.reward.environment_forms import Acted, Acting, accepted, acting, acts, begins
+from infsample_rl.reward.environment_forms import Acted, Acting, Asked, accepted, acting, acts, begins, plays
 from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import as_reward
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.linux_sandbox import NAME, prctl
+from infsample_rl.reward.policy_endpoint import Message, check_network
 from infsample_rl.reward.user_function import describe_error, import_name
 
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
-TOOLS, ACTIONS = "tools", "actions"
+TOOLS, ACTIONS, PROGRAM = "tools", "actions", "program"
 
 
 def main(isolation: Isolation) -> None:
@@ -84,16 +88,22 @@ class Maker:
         self.path = (config.factory or config.tools[0]).rpartition(":")[0]
         self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
         self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
-        made = self.factory if self.factory is None or inspect.isclass(self.factory) else self._first(self.factory)
-        self.form = ACTIONS if acts(made) else TOOLS
+        made: Any = self.factory
+        if self.factory is not None and not inspect.isclass(self.factory):
+            made = self._first(self.factory)
+        self.form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
         if made is not None and not begins(made):
             raise ValueError(f"environment.factory={config.factory} has no method reset")
-        if self.form == ACTIONS and self.functions:
-            raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}, which has step")
-        methods = [] if made is None or self.form == ACTIONS else _tools_of(made)
+        if self.form == PROGRAM:
+            if len(accepted(made.rollout, {"base_url": "", "api_key": ""})) < 2:
+                raise ValueError(f"environment.factory={config.factory}: rollout must take base_url and api_key")
+            check_network()
+        if self.form != TOOLS and self.functions:
+            raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}: it has turns")
+        methods = [] if made is None or self.form != TOOLS else _tools_of(made)
         self.schemas = [_schema(function) for function in (*methods, *self.functions)]
         if self.form == TOOLS and not self.schemas:
-            raise ValueError(f"environment.factory={config.factory} has neither a public method as a tool nor step")
+            raise ValueError(f"environment.factory={config.factory} has no public method as a tool, step or rollout")
 
     def _first(self, factory: Callable[..., Any]) -> Any:
         """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
@@ -120,7 +130,7 @@ class Maker:
 
     def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
         """By their names."""
-        own = [] if made is None or self.form == ACTIONS else _tools_of(type(made))
+        own = [] if made is None or self.form != TOOLS else _tools_of(type(made))
         methods = {each.__name__: getattr(made, each.__name__) for each in own}
         return methods | {function.__name__: function for function in self.functions}
 
@@ -144,8 +154,8 @@ def serve(host: socket.socket, maker: Maker) -> None:
             if what == "reset":
                 reply(host.fileno(), {})  # so that the system tells the host whom it talks with
                 made = maker.make(given[1])
-                tools, actor = maker.tools(made), acting(made, call) if maker.form == ACTIONS else None
-                reply(host.fileno(), {"said": _opening(call, made, actor, *given)})
+                tools, actor = maker.tools(made), acting(made, call) if maker.form != TOOLS else None
+                reply(host.fileno(), _opening(call, made, actor, *given))
             elif what == "call":
                 reply(host.fileno(), _answers(call, tools, maker.path, *given))
             elif what == "act":
@@ -182,14 +192,26 @@ def _read(host: socket.socket, size: int) -> bytes:
     return read
 
 
-def _opening(call: Callable[..., Any], made: Any, actor: Acting | None, seed: int, columns: dict[str, Any]) -> str:
+def _opening(
+    call: Callable[..., Any],
+    made: Any,
+    actor: Acting | None,
+    seed: int,
+    columns: dict[str, Any],
+    messages: list[Message] | None,
+) -> dict[str, Any]:
     if actor is not None:
         said = actor.open(seed, columns)
     elif made is not None:
         said = call(made.reset, **accepted(made.reset, {"seed": seed} | columns))
     else:
         said = None
-    return "" if said is None else _text(said)
+    if isinstance(said, Asked):
+        found = [each | {"content": _text(each["content"])} for each in said.messages]
+        if messages not in (None, found):
+            raise ValueError("rollout's first request must follow from its seed and row: it is not its group's prompt")
+        return {"said": "", "messages": found}
+    return {"said": "" if said is None else _text(said)}
 
 
 def _answers(

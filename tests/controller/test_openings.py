@@ -40,7 +40,16 @@ def test_the_last_user_message_goes_on_with_it():
     assert opened.messages == [{"role": "user", "content": "A game.\n\nGuess, 5."}]
     assert opened.text == "<|im_start|>user\nA game.\n\nGuess, 5.<|im_end|>\n<|im_start|>assistant\n"
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
-    assert opened.start.columns == {"answer": "5"} and opened.start.seed == seed_of(0, 40, opened)
+    assert opened.start.columns == {"answer": "5", "prompt": prompt(0).messages} and opened.start.messages is None
+    assert opened.start.seed == seed_of(0, 40, opened)
+
+
+def test_messages_of_a_program_take_the_place_of_the_prompt(monkeypatch):
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    monkeypatch.setattr(Host, "opening", lambda self, seed, columns: asked)
+    [opened] = openings().open([prompt(0)], position=40)
+    assert opened.messages == opened.start.messages == asked and "A game." not in opened.text
+    assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
 
 
 def test_every_place_in_the_data_has_a_seed_of_its_own_that_comes_again():
@@ -53,7 +62,8 @@ def test_every_place_in_the_data_has_a_seed_of_its_own_that_comes_again():
 
 def test_one_that_does_not_begin_leaves_its_prompt_as_it_is():
     [opened] = openings().open([prompt(0, "broken")], position=0)
-    assert opened.messages == prompt(0).messages and opened.start is not None
+    # no samples' program may begin with a prompt of its own
+    assert opened.messages == prompt(0).messages and opened.start.messages == []
 
 
 def test_a_prompt_that_gets_too_long_is_refused_with_the_bound():

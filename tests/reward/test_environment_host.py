@@ -18,7 +18,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
 
 COUNTER = '''
-import asyncio, contextlib, os, subprocess, time
+import asyncio, contextlib, json, os, subprocess, time
 
 
 class Counter:
@@ -91,6 +91,27 @@ class Game:
     def step(self, action):
         self.left -= 1
         return f"you said {action}", 0.5, self.left == 0, False, {}
+
+
+class Play:
+    """Calls the policy itself."""
+
+    def rollout(self, base_url, api_key, target, seed):
+        from urllib.request import Request, urlopen
+
+        messages = [{"role": "user", "content": f"{target} {seed}"}]
+        for _ in range(2):
+            body = json.dumps({"messages": messages}).encode()
+            headers = {"Authorization": f"Bearer {api_key}"}
+            with urlopen(Request(base_url + "/chat/completions", body, headers)) as response:
+                answer = json.load(response)["choices"][0]["message"]
+            messages += [answer, {"role": "user", "content": "you said " + answer["content"]}]
+        return 0.5
+
+
+class Deaf:
+    def rollout(self, client):
+        return 0.0
 
 
 def double(number: int) -> int:
@@ -248,6 +269,28 @@ def test_gymnasiums_form_is_told_by_its_step(file):
         host.close()
 
 
+def test_a_program_calls_the_policy_itself(file):
+    prompt = [{"role": "user", "content": "5 7"}]
+    host = EnvironmentHost(config_of(factory=f"{file}:Play"))
+    try:
+        assert host.form == "program" and host.opening(7, {"target": 5}) == prompt
+        host.open("one", 7, {"target": 5}, prompt)
+        for request, said in ((("act", "left", False), "you said left"), (("act", "right", False), "")):
+            host.ask("one", request)
+            assert answers(host, 1)["one"] == {"said": said, "reward": 0.5 * (not said), "ended": not said}
+        host.open("two", 7, {"target": 6}, prompt)
+        host.ask("two", ("act", "left", False))
+        assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
+    finally:
+        host.close()
+
+
+def test_a_program_is_refused_where_it_cannot_reach_the_policy(file):
+    config = config_of(factory=f"{file}:Play")
+    with pytest.raises(ValueError, match="environment.factory has rollout, .*reward.isolation=limits lets it"):
+        EnvironmentHost(replace(config, reward=replace(config.reward, isolation="sandbox")))
+
+
 def test_a_killed_process_is_started_again_and_brought_to_where_it_was(host):
     asked(host, "call", [("add", {"amount": 2})], key="killed", end=False)
     for total in (3, 4):
@@ -354,9 +397,10 @@ def test_another_interpreter_runs_them_with_its_own_libraries(tmp_path, isolatio
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game; did you mean Counter?"),
+        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game, Play, Deaf; did you mean"),
         ({"tools": ["{}:undescribed"]}, "undescribed cannot be a tool: "),
         ({"factory": "/no/such.py:Counter"}, "environment.factory: no file /no/such.py"),
+        ({"factory": "{}:Deaf"}, ":Deaf: rollout must take base_url and api_key"),
         ({"factory": "{}:Game", "tools": ["{}:double"]}, "environment.tools cannot be beside"),
     ],
 )

@@ -16,7 +16,9 @@ from infsample_rl.learner.advantage import turn_advantages
 from tests.real_runs import kill_a_decoding_worker
 
 GAME = '''
-import random, time
+import json, random, time
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 
 class Guess:
@@ -33,6 +35,26 @@ class Guess:
         if said == 6 and self.turns == 1 and self.dice.random() < 0.2:
             raise RuntimeError("a bad start")
         return f"it says {said}", said / 7, self.turns == 3, False, {}
+
+
+class Play(Guess):
+    """The same game, by a program that calls the policy."""
+
+    def rollout(self, base_url, api_key, prompt, seed, answer):
+        total, ended, said = 0, False, self.reset(seed, {"answer": answer})
+        messages = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + "\\n\\n" + said}]
+        while not ended:
+            body = json.dumps({"model": "policy", "messages": messages}).encode()
+            try:
+                asked = Request(base_url + "/chat/completions", body, {"Authorization": "Bearer " + api_key})
+                with urlopen(asked) as response:
+                    message = json.load(response)["choices"][0]["message"]
+            except HTTPError:  # there is no further turn
+                break
+            said, reward, ended, _, _ = self.step(message["content"])
+            total += reward
+            messages += [message, {"role": "user", "content": said}]
+        return total
 '''
 STOPS = list(range(40, 140, 4))
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
@@ -83,6 +105,11 @@ def test_trajectories_are_trained_and_their_observations_are_not(plain):
 )
 def test_no_bit_changes_with(train, settings, plain, changes):
     assert without_waits(train(*settings, *changes)) == without_waits(plain)
+
+
+@pytest.mark.slow
+def test_a_program_that_calls_the_policy_itself_trains_the_same(train, settings, plain):
+    assert without_waits(train(settings[0].replace(":Guess", ":Play"), *settings[1:])) == without_waits(plain)
 
 
 @pytest.mark.slow

@@ -23,12 +23,14 @@ CUT = "\n[...]\n"  # in the place of what an observation has too much
 class Environments(Protocol):
     """Where environments run, each in a process of its own: reward/environment_host.py."""
 
-    form: str  # "tools" or "actions"
+    form: str  # "tools", "actions" or "program"
     tools: list[dict[str, Any]]
     answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
 
-    def open(self, key: Hashable, seed: int, columns: dict[str, Any]) -> None:
-        """There is to be an environment of `key`."""
+    def open(
+        self, key: Hashable, seed: int, columns: dict[str, Any], messages: list[dict[str, str]] | None = None
+    ) -> None:
+        """There is to be an environment of `key`, with an EpisodeStart."""
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
         """Ask it, for a reply that comes into `answers`. `before`: what it was asked for in another process, whose
@@ -86,9 +88,10 @@ class Episodes:
         state.is_last = reason == "length" or state.turns >= self._config.max_turns
         turn = list(sample.tokens[state.begun :])
         state.begun = len(sample.tokens)
-        if self._environments.form == "actions":
-            if is_new:
-                self._ask(state, "act", self._tokenizer.decode(turn, skip_special_tokens=True))
+        if self._environments.form != "tools":
+            if is_new or self._environments.form == "program":
+                text = self._tokenizer.decode(turn, skip_special_tokens=True) if is_new else None
+                self._ask(state, "act", text, state.is_last)
             else:  # its last observation had no room
                 self._finish(state, sum(state.rewards))
             return
@@ -147,7 +150,7 @@ class Episodes:
         else:
             state.is_live = True
             start = self._starts[state.sample.group.prompt_index]
-            self._environments.open(state.key, start.seed, start.columns)
+            self._environments.open(state.key, *start)
             self._environments.ask(state.key, state.request, state.replayed)
 
     def _place(self, state: _State) -> tuple[int, int, int, int]:
@@ -171,6 +174,8 @@ class Episodes:
             self._finish(state, reply["reward"])
         elif "ended" in reply:
             state.rewards.append(reply["reward"])
+            if len(state.rewards) > state.turns:  # of a program that waited for a turn there was no room for
+                state.rewards[-2:] = [sum(state.rewards[-2:])]
             if reply["ended"] or state.is_last:
                 self._finish(state, sum(state.rewards))
             else:

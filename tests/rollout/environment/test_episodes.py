@@ -34,7 +34,7 @@ class Host:
         self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
         self.before = []
 
-    def open(self, key, seed, columns):
+    def open(self, key, seed, columns, messages):
         self.opened[key] = (seed, columns)
 
     def ask(self, key, request, before=()):
@@ -112,7 +112,7 @@ def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
     episodes, host, tokenizer = make("actions")
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
-    assert host.asked == [(0, "act", "left")]
+    assert host.asked == [(0, "act", "left", False)]
     host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
     [answer] = episodes.take(wait_s=0)
     assert tokenizer.decode(answer.observed) == "\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
@@ -120,6 +120,19 @@ def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
     episodes.end(sampled(tokenizer, "right<|im_end|>", sample), "stop")
     host.answers.put((0, {"said": "out", "reward": 1.0, "ended": True}))
     assert episodes.take(wait_s=0)[0].episode.reward == 1.25
+
+
+def test_a_program_that_waits_for_a_turn_without_room_is_told_and_gives_its_reward():
+    episodes, host, tokenizer = make("program")
+    sample = sampled(tokenizer, "left<|im_end|>")
+    episodes.end(sample, "stop")
+    host.answers.put((0, {"said": "a wall", "reward": 0.0, "ended": False}))
+    episodes.take(wait_s=0)
+    episodes.end(sample, "length")
+    assert host.asked == [(0, "act", "left", False), (0, "act", None, True)]
+    host.answers.put((0, {"said": "", "reward": 0.5, "ended": True}))
+    episode = episodes.take(wait_s=0)[0].episode
+    assert (episode.reward, episode.turns, episode.turn_rewards) == (0.5, 1, [0.5])
 
 
 @pytest.mark.parametrize("form", ["actions", "tools"])
@@ -201,9 +214,11 @@ def test_a_trajectory_that_is_sampled_again_takes_its_answers_from_the_records_a
         episodes.close()
         seen.append((host, sample.tokens, answer.episode))
     (first, *_), (second, tokens, whole), (third, again, replayed) = seen
-    assert [request for _, *request in first.asked] == [["act", "left"], ["act", "right"]] and first.before == [[], []]
-    assert [request for _, *request in second.asked] == [["act", "up"]]
-    assert second.before == [[("act", "left"), ("act", "right")]]  # its process is brought to where it was
+    assert [request[1:] for request in first.asked] == [("act", "left", False), ("act", "right", False)]
+    assert first.before == [[], []]
+    assert [request[1:] for request in second.asked] == [("act", "up", False)]
+    # its process is brought to where it was
+    assert second.before == [[("act", "left", False), ("act", "right", False)]]
     assert third.asked == third.ended == [] and third.opened == {}
     assert tokens == again and whole.turn_rewards == replayed.turn_rewards == [0.25] * 3
     assert (whole.replayed, replayed.replayed) == (2, 3)

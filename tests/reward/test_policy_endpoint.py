@@ -1,0 +1,187 @@
+"""Programs that call the policy themselves: its place is taken by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from infsample_rl.reward.environment_forms import Acted, Asked, Program
+from infsample_rl.reward.policy_endpoint import OVER, ROUTE
+
+WHO = [{"role": "user", "content": "Who 3?"}]
+MORE = {"role": "user", "content": "And?"}
+
+
+def post(base_url, api_key, messages, **others):
+    """The answer's text; RuntimeError with what a refusal says."""
+    timeout, retries = others.pop("timeout", 20), others.pop("retries", "0")
+    headers = {"Authorization": f"Bearer {api_key}", "x-stainless-retry-count": retries}
+    body = others.pop("body", None) or json.dumps({"model": "policy", "messages": messages} | others).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{error.code}: {json.load(error)['error']['message']}") from None
+
+
+class Dialogue:
+    def rollout(self, base_url, api_key, question, seed):
+        messages = [{"role": "user", "content": f"{question} {seed}?"}]
+        for _ in range(2):
+            answer = post(base_url, api_key, messages)
+            messages += [{"role": "assistant", "content": answer.strip()}]
+            messages += [{"role": "user", "content": f"You said {answer}."}]
+        return len(answer) / 4
+
+
+class AsyncDialogue(Dialogue):
+    async def rollout(self, **given):
+        given = {name: given[name] for name in ("base_url", "api_key", "question", "seed")}
+        return await asyncio.to_thread(super().rollout, **given)
+
+
+@pytest.mark.parametrize("kind", [Dialogue, AsyncDialogue])
+def test_requests_are_turns_and_the_end_has_the_reward(kind):
+    program = Program(kind())
+    assert program.open(3, {"question": "Who", "other": 1}) == Asked(WHO)
+    assert program.act(" me ") == Acted("You said  me .", 0.0, False)
+    assert program.act("they") == Acted("", 1.0, True)
+
+
+def test_openais_client_plays():
+    openai = pytest.importorskip("openai")
+
+    class Client:
+        async def rollout(self, base_url, api_key):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+            messages = list(WHO)
+            for _ in range(2):
+                found = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [found.choices[0].message, MORE]
+            return 1.0
+
+    program = Program(Client())
+    assert program.open(0, {}) == Asked(WHO)
+    assert program.act("me") == Acted("And?", 0.0, False) and program.act("you") == Acted("", 1.0, True)
+
+
+class Tries:
+    """A first request, a second of the test's, and what that is answered."""
+
+    def __init__(self, second):
+        self.second = second
+
+    def rollout(self, base_url, api_key):
+        answer = post(base_url, api_key, WHO)
+        try:
+            self.said = self.second(base_url, api_key, [*WHO, {"role": "assistant", "content": answer}])
+        except RuntimeError as error:
+            self.said = str(error)
+        return 0.25
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (lambda url, key, said: post(url, "another", said), "401: the key is missing or another"),
+        (lambda url, key, said: post(url + "/v2", key, said), f"404: there is no /v1/v2/chat/completions: {ROUTE}"),
+        (lambda url, key, said: post(url, key, None, body=b"{"), "400: the body must be JSON"),
+        (lambda url, key, said: post(url, key, []), "400: give messages, a list of objects"),
+        (lambda url, key, said: post(url, key, [*said, MORE], temperature=0.2), "400: temperature=0.2: how is sampled"),
+        (lambda url, key, said: post(url, key, [*said, MORE], n=2), "400: n=2: how is sampled"),
+        (lambda url, key, said: post(url, key, [*said, MORE], tools=[{}]), "400: tools=[{}]: how is sampled"),
+        (lambda url, key, said: post(url, key, said), "400: messages must have one message of the user more"),
+        (lambda url, key, said: post(url, key, [*said, MORE, MORE]), "400: messages must have one message of the user"),
+        (lambda url, key, said: post(url, key, [MORE, *said[1:], MORE]), "400: messages[0] is not what it was"),
+        (lambda url, key, said: post(url, key, [*WHO, MORE, MORE]), "400: messages[1] is not what it was"),
+        (
+            lambda url, key, said: post(url, key, [*said, {"role": "tool", "content": "4"}]),
+            "400: messages[2].role must be one of system, developer, user, assistant, got 'tool'",
+        ),
+        (
+            lambda url, key, said: post(url, key, [*said, {"role": "user", "content": [{"type": "image_url"}]}]),
+            "400: messages[2].content must be text",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_a_turn_is_refused_and_the_program_goes_on(second, said):
+    made = Tries(second)
+    program = Program(made)
+    program.open(0, {})
+    assert program.act("me") == Acted("", 0.25, True)
+    assert made.said.startswith(said)
+
+
+@pytest.mark.parametrize("answer", ["me", None])
+def test_after_the_last_turn_every_request_is_refused(answer):
+    made = Tries(lambda url, key, said: post(url, key, [*said, MORE]))
+    program = Program(made)
+    program.open(0, {})
+    if answer is None:  # one that waits has no room any more
+        program.act("me")
+    assert program.act(answer, is_last=True) == Acted("", 0.25, True)
+    assert made.said == f"400: {OVER}"
+
+
+def test_one_request_waits_at_a_time():
+    class Two:
+        def rollout(self, base_url, api_key):
+            async def ask():
+                asked = [asyncio.to_thread(post, base_url, api_key, WHO) for _ in range(2)]
+                return await asyncio.gather(*asked, return_exceptions=True)
+
+            answers = asyncio.run(ask())
+            self.refused = [str(answer) for answer in answers if isinstance(answer, RuntimeError)]
+            return 1.0
+
+    made = Two()
+    program = Program(made)
+    program.open(0, {})
+    assert program.act("me") == Acted("", 1.0, True)
+    assert len(made.refused) == 1 and made.refused[0].startswith("400: ")
+
+
+def test_a_client_that_tries_again_is_answered_in_the_place_of_its_first_request():
+    class Impatient:
+        def rollout(self, base_url, api_key):
+            self.was_late = False
+            try:
+                post(base_url, api_key, WHO, timeout=0.2)
+            except TimeoutError:
+                self.was_late = True
+            return float(post(base_url, api_key, WHO, retries="1") == "me")
+
+    made = Impatient()
+    program = Program(made)
+    program.open(0, {})
+    while not made.was_late:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert program.act("me") == Acted("", 1.0, True)
+
+
+def test_what_a_program_raises_is_raised_where_it_is_waited_for():
+    class Raises:
+        def rollout(self, base_url, api_key):
+            post(base_url, api_key, WHO)
+            raise LookupError("no such player")
+
+    program = Program(Raises())
+    program.open(0, {})
+    with pytest.raises(LookupError, match="no such player"):
+        program.act("me")
+
+
+def test_a_program_must_ask_the_policy():
+    class Silent:
+        def rollout(self):
+            return 1.0
+
+    with pytest.raises(ValueError, match="rollout ended without a request to the policy"):
+        Program(Silent()).open(0, {})
