@@ -91,7 +91,7 @@ def test_tokens_instead_of_slots_take_less_than_half_the_steps(name, page_size):
 
 
 PARKED = [
-    (path, size)
+    pytest.param(path, size, marks=pytest.mark.slow if size > 32 else ())
     for path in sorted(LENGTHS.glob("*.jsonl*"))
     for size in (32, 50, 100)
     if len(read_recordings(path)[0].lengths) >= size
