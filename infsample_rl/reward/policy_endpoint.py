@@ -12,6 +12,7 @@ import json
 import queue
 import secrets
 import socket
+import socketserver
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,9 +40,8 @@ class PolicyEndpoint:
 
     def __init__(self) -> None:
         self.key, self.is_over = secrets.token_urlsafe(), False  # whether no turn is sampled any more
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
-        self._server.endpoint = self  # type: ignore[attr-defined]  # for its handlers
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.endpoint = self
         self.asked: queue.SimpleQueue[list[Message] | None] = queue.SimpleQueue()  # None, of its owner: no more come
         self._reply: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # of the request that waits
         self._messages: list[Message] = []  # of the last request, with its answer once there is one
@@ -117,18 +117,28 @@ def check_network() -> None:
         ) from None
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    endpoint: PolicyEndpoint
+
+    def server_bind(self) -> None:
+        """Without HTTPServer's, which asks for this machine's name, maybe over a network."""
+        socketserver.TCPServer.server_bind(self)
+
+
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
     protocol_version = "HTTP/1.1"  # clients keep their connection
+    disable_nagle_algorithm = True  # head and body are sent apart
 
     def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         if size > LARGEST_BODY:
             self.close_connection = True
             return self._send(413, {"error": {"message": f"the body has {size} bytes, not at most {LARGEST_BODY}"}})
-        endpoint: PolicyEndpoint = self.server.endpoint  # type: ignore[attr-defined]
         body, key = self.rfile.read(size), self.headers.get("Authorization") or ""
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's client counts
-        self._send(*endpoint.respond(self.path, key, body, is_retry=is_retry))
+        self._send(*self.server.endpoint.respond(self.path, key, body, is_retry=is_retry))
 
     def _send(self, status: int, found: dict[str, Any]) -> None:
         text = json.dumps(found).encode()
