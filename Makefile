@@ -38,7 +38,7 @@ test-all: $(VENV)/.tools vllm verifiers test
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
 test-matrix: $(READY)
-	$(BIN)/python -m pytest tests/runs/test_matrix.py $(ARGS)
+	$(BIN)/python -m pytest tests/runs/test_matrix.py tests/runs/test_driver_modes.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

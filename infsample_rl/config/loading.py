@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -45,7 +46,6 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -59,10 +59,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
     check_experiments(overrides, config_dir)
     if config_dir is not None:
         overrides.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
-    OmegaConf.register_new_resolver("asset", lambda name: str(PACKAGE / "assets" / name), replace=True)
-    OmegaConf.register_new_resolver("cache", lambda name: str(cache_folder() / name), replace=True)
-    schema = OmegaConf.create({name: OmegaConf.structured(section) for name, section in SECTIONS.items()})
-    ConfigStore.instance().store(name="schema", node=schema)
+    _register_schema()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
@@ -75,6 +72,18 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
         raise ConfigError(line + where_written(line.split(" ")[0].rstrip(":"), config_dir)) from None
     except yaml.YAMLError as error:
         raise ConfigError("a file of the config folders is not YAML: " + " ".join(str(error).split())) from None
+
+
+@functools.cache
+def _register_schema() -> None:
+    """Tell Hydra what sections and resolvers there are, once for a process."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("asset", lambda name: str(PACKAGE / "assets" / name), replace=True)
+    OmegaConf.register_new_resolver("cache", lambda name: str(cache_folder() / name), replace=True)
+    schema = OmegaConf.create({name: OmegaConf.structured(section) for name, section in SECTIONS.items()})
+    ConfigStore.instance().store(name="schema", node=schema)
 
 
 def load_config(overrides: list[str], config_dir: str | None = None) -> Config:

@@ -76,23 +76,26 @@ def test_wrong_use_of_submit_is_one_line(environment, arguments, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_local_trains_passes_a_signal_on_and_ends_its_cluster(
-    environment, settings, free_ports, short_folder, tmp_path, wait_for, started, number
+def test_local_trains_passes_signals_on_ends_its_cluster_and_goes_on(
+    environment, settings, free_ports, short_folder, tmp_path, wait_for, started
 ):
     port, dashboard = free_ports(2)
     mine = environment | {"PORT": str(port), "DASHBOARD_PORT": str(dashboard), "RAY_TMPDIR": str(short_folder)}
-    run = started([ROOT / "launch" / "local.sh", *settings, "run.steps=400", "run.dir=mine"], mine, tmp_path)
+    command = [ROOT / "launch" / "local.sh", *settings, "run.steps=400", "run.keep_checkpoints=400", "run.dir=mine"]
+    run = started(command, mine, tmp_path)
     wait_for(tmp_path / "mine" / "checkpoints" / "step_000002", "second checkpoint")
-    run.send_signal(number)
+    run.send_signal(signal.SIGTERM)
     assert run.wait(120) == 0  # with what is finished saved
     assert f"dashboard: http://127.0.0.1:{dashboard}" in (tmp_path / "output").read_text()
     left = subprocess.run(
         ["ray", "status", "--address", f"127.0.0.1:{port}"], env=mine, capture_output=True, timeout=60
     )
     assert left.returncode != 0
-    run = started([ROOT / "launch" / "local.sh", *settings, "run.steps=4", "run.dir=mine"], mine, tmp_path)
-    run.wait(300)
+    kept = sorted((tmp_path / "mine" / "checkpoints").glob("step_*"))
+    run = started(command, mine, tmp_path)
+    wait_for(kept[-1].with_name(f"step_{int(kept[-1].name[5:]) + 1:06d}"), "checkpoint of the next step")
+    run.send_signal(signal.SIGINT)
+    assert run.wait(120) == 0
     assert "going on after step" in (tmp_path / "output").read_text()
 
 

@@ -37,6 +37,14 @@ class Guess:
         return f"it says {said}", said / 7, self.turns == 3, False, {}
 
 
+class Slow(Guess):
+    """The same game, which gives time to kill it."""
+
+    def step(self, action):
+        time.sleep(0.3)
+        return super().step(action)
+
+
 class Play(Guess):
     """The same game, by a program that calls the policy."""
 
@@ -144,13 +152,13 @@ def test_with_vllm_every_trajectory_is_the_same(train, settings):
 def test_killed_environments_change_no_bit(command, settings, plain, tmp_path: Path):
     """Processes of trajectories, and those that make them, of the driver and of the rollout worker."""
     run, left = tmp_path / "run", ["environment", "environments", "environment"]
-    target = Target(command(run, *settings), run)
+    target = Target(command(run, settings[0].replace(":Guess", ":Slow"), *settings[1:]), run)
     try:
         while target.driver.poll() is None:
             pids = [pid for pid, roles in target.processes() if left and roles == (left[0],)]
             if any(send(pid, signal.SIGKILL) for pid in pids[:1]):
                 left.pop(0)
-            time.sleep(0.2)
+            time.sleep(0.05)
         assert target.driver.returncode == 0
     finally:
         target.end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,18 @@ def test_the_update_is_that_of_one_rank_with(no_kl, plain, name):
     assert all(torch.allclose(weights[each], wanted[each], atol=1e-4) for each in wanted)
 
 
+@pytest.mark.slow
+def test_dynamic_slot_trains_the_first_of_every_group_to_finish(no_kl):
+    lengths = {}
+    for schedule in ("fixed_slot", "dynamic_slot"):
+        stops = f"rollout.stop_token_ids={list(range(40, 140, 4))}"
+        run = no_kl(f"rollout.schedule={schedule}", stops, "run.steps=1", "logging.completions_per_step=12")
+        kept = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+        assert Counter(each["prompt_index"] for each in kept) == {0: 4, 1: 4, 2: 4}
+        lengths[schedule] = run.rows[0]["response/tokens"]
+    assert lengths["dynamic_slot"] < lengths["fixed_slot"], lengths
+
+
 @pytest.fixture(scope="module")
 def plain_policy(train):
     """By the policy of the default experiment: vLLM's attention on the CPU has no heads of 16."""
@@ -96,8 +109,7 @@ def plain_policy(train):
 @pytest.mark.parametrize(
     "changes",
     [
-        ("cluster.rollout_workers=2",),
-        ("cluster.weight_sync=broadcast",),
+        ("cluster.weight_sync=broadcast", "cluster.rollout_workers=2"),
         ("rollout.schedule=arrival",),
         ("rollout.kv_budget_tokens=160", "learner.lora_rank=4"),
     ],
