@@ -140,7 +140,7 @@ def test_several_updates_of_rows_in_passes_are_those_of_rows_of_one(tools, untie
         config = replace(config, reference=ReferenceConfig(placement="learner"))
         found[max_tokens] = [result for result in tools.run_here(config, calls) if result and "learner/loss" in result]
     for passes, whole in zip(found[32], found[256], strict=True):
-        assert tools.figures(passes) == pytest.approx(tools.figures(whole), rel=1e-4, abs=1e-7)
+        assert tools.figures(passes) == pytest.approx(tools.figures(whole), rel=1e-4, abs=1e-6)
     assert found[32][1]["learner/kl"] > 0
 
 

@@ -113,7 +113,8 @@ try:
     logger.start_progress(lambda: ClusterNow([RolloutNow(0, rows(5), 10, 4)], 7, {"reward": 1}))
     logger.log_step(1, {"reward/mean": 0.25, "response/length_mean": 7.0}, [])
     print("a worker's line\nready", flush=True)
-    time.sleep(60)
+    while True:  # a signal that comes just before a sleep begins is seen when it ends
+        time.sleep(0.1)
 except KeyboardInterrupt:
     print("interrupted")
 finally:
