@@ -92,6 +92,10 @@ class Episode:
     turn_rewards: list[float] = field(
         default_factory=list
     )  # of each where turns are actions; they add up to the reward
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of the chat, after the prompt
+    # of reward functions that take TRL's environments: their values, None is left out, and what they reported
+    function_rewards: dict[str, float | None] = field(default_factory=dict)
+    reported: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ def needed_files(config: Config) -> Files:
     paths = [
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),
+        ("model.chat_template", config.model.chat_template),
         ("reference.path", config.reference.path),
         ("rollout.predictor_path", config.rollout.predictor_path),
         *(("data.source", part.source) for part in config.data.parts.values()),

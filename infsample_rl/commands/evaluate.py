@@ -46,9 +46,9 @@ from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.model.architecture import context_of
 from infsample_rl.model.tokenizer import load_tokenizer, read_response
-from infsample_rl.reward.columns import check_columns
+from infsample_rl.reward.checks import check_columns, check_reward_functions
 from infsample_rl.reward.environment_host import EnvironmentHost
-from infsample_rl.reward.worker import RewardWorker, check_reward_functions
+from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.environment.episodes import Episodes
 from infsample_rl.types import Completion, Prompt, RewardResult
@@ -234,7 +234,7 @@ def _run(arguments: list[str]) -> int:
     config = evaluation_config(checkpoint, options, overrides)
     if options.out is not None:
         _check_out(Path(options.out).absolute(), config)
-    needs = check_reward_functions(config.reward)
+    needs = check_reward_functions(config.reward, config.environment.factory)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, architecture = load_tokenizer(config.model), lm.config.get_text_config()
     environments = EnvironmentHost(config) if config.environment.is_set else None

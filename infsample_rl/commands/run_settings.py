@@ -16,6 +16,7 @@ from infsample_rl.controller.checkpoints import checkpoints
 
 SAMPLING_ALONE = (
     "model.tokenizer_path=null",
+    "model.chat_template=null",
     "rollout.micro_group_size=null",
     "rollout.schedule=token_budget",
     "rollout.predictor=none",

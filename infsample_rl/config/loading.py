@@ -160,6 +160,8 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
         (settings["rollout"], "predictor_path"),
     ):
         section[key] = _absolute_if_local(section[key])
+    if model["chat_template"] is not None:
+        model["chat_template"] = _absolute(model["chat_template"])
     for key in ("source", "eval_source"):
         data[key] = _absolute_source(data[key])
         data["sources"] = [_with_absolute(entry, key, _absolute_source) for entry in data["sources"]]

@@ -62,6 +62,9 @@ class ModelConfig:
 
     path: str = setting("", "Hugging Face folder or hub name of a causal language model")
     tokenizer_path: str | None = setting(None, "folder or hub name of the tokenizer; none: model.path")
+    chat_template: str | None = setting(
+        None, "file of a Jinja chat template in place of the tokenizer's, which checkpoints keep; none: its own"
+    )
     dtype: str = setting(
         "float32", "dtype of weights and compute; the optimizer always keeps float32 masters", choices=DTYPES
     )

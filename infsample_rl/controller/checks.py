@@ -40,9 +40,8 @@ from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.placement import Node, refusal, total_cpus
-from infsample_rl.reward.columns import Needs, check_columns
+from infsample_rl.reward.checks import Needs, check_columns, check_reward_functions
 from infsample_rl.reward.environment_host import EnvironmentHost
-from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_bert import RunBert
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
@@ -212,7 +211,7 @@ def _changed_settings(config: Config, kept: Path) -> list[str]:
 def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
     """What can be said without the model: packages, reward functions, this machine, folders. Returns the columns that
     each reward function reads."""
-    needs = check_reward_functions(config.reward)
+    needs = check_reward_functions(config.reward, config.environment.factory)
     choose_transport(config.cluster)
     check_optimizer(config.learner.optimizer)
     check_trackers(config)

@@ -191,6 +191,16 @@ def bare_json_calls(text: str) -> list[tuple[Any, Any]]:
     return [_named(body, "parameters")] if body.startswith('{"name"') else []
 
 
+def assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
+    """A turn as a message of a chat, from its text without special tokens; with calls, the content is what stands
+    before them."""
+    if not calls:
+        return {"role": "assistant", "content": text}
+    functions = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    before = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+    return {"role": "assistant", "content": before, "tool_calls": functions}
+
+
 def _named(body: str, arguments: str) -> tuple[Any, Any]:
     try:
         call = json.loads(body)

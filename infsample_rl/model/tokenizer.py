@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -36,7 +38,22 @@ def load_tokenizer(model: ModelConfig, setting: str = "model.path") -> PreTraine
         raise ValueError(
             not_found("model.tokenizer_path" if model.tokenizer_path else setting, path, "tokenizer", error)
         ) from None
+    if model.chat_template is not None:
+        _replace_template(tokenizer, model.chat_template)
     return tokenizer
+
+
+def _replace_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """ValueError in one line for a file that is not there or is no template."""
+    try:
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "A question."}], tokenize=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"model.chat_template={path} cannot be read: {getattr(error, 'strerror', error)}") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"model.chat_template={path}, line {error.lineno}, is no Jinja: {error.message}") from None
+    except (jinja2.TemplateError, TypeError, ValueError):  # it refuses this chat: the run's prompts will tell
+        pass
 
 
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -248,10 +248,17 @@ def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:
     """Whether it is what environment_process answers to the request."""
     said = found.get("said")
     if what == "call":
+        lists = found.get("lists", {})
+        if not isinstance(lists, dict) or not all(isinstance(each, list) for each in lists.values()):
+            return False
         return isinstance(said, list) and len(said) == len(given[0]) and all(isinstance(text, str) for text in said)
     if what == "act":
         return isinstance(said, str) and isinstance(found.get("ended"), bool) and _is_number(found.get("reward"))
-    return "reward" in found and (found["reward"] is None or _is_number(found["reward"]))
+    functions, reported = found.get("functions"), found.get("reported")
+    if "reward" not in found or not isinstance(functions, dict) or not isinstance(reported, dict):
+        return False
+    numbers = [found["reward"], *functions.values(), *reported.values()]
+    return all(number is None or _is_number(number) for number in numbers)
 
 
 def _are_messages(found: Any) -> bool:

@@ -5,7 +5,7 @@ It is forked by `keeper` for `environment_host.EnvironmentHost`. What comes in i
 JSON, so that the host unpickles nothing a user's code could have made.
 
     host                                    this process
-    EnvironmentConfig               ->
+    EnvironmentConfig, functions    ->      those of reward.functions that may take environments, by name
                                     <-      {"pid": ..., "form": "tools", "tools": [schema, ...]} or {"error": "..."}
     a socket                        ->      a fork, which talks through it:
     ("reset", seed, columns, the prompt's messages where they are what another said, else None)
@@ -13,12 +13,14 @@ JSON, so that the host unpickles nothing a user's code could have made.
                                     <-      {}, then {"said": "..."}, what the episode opens with, or {"said": "",
                                             "messages": [...]}, what takes the place of the prompt
     ("call", [(name, arguments)])   ->
-                                    <-      {"said": ["...", ...], "failed": 0}, an answer to every call
+                                    <-      {"said": ["...", ...], "failed": 0}, an answer to every call; with
+                                            {"lists": {"0": [...]}}, those that were lists, as such
     ("act", text, whether no turn follows)
                                     ->
                                     <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions
-    ("reward",)                     ->
-                                    <-      {"reward": 1.0}, null where the environment has none
+    ("reward", messages)            ->      all that was said after the prompt
+                                    <-      {"reward": 1.0, "functions": {NAME: 1.0}, "reported": {"NAME/KEY": 1.0}},
+                                            null where the environment has none, or a function leaves it out
 """
 
 from __future__ import annotations
@@ -33,21 +35,20 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from infsample_rl.config.environment import EnvironmentConfig
-from infsample_rl.reward.environment_forms import Acted, Acting, Asked, accepted, acting, acts, begins, plays
+from infsample_rl.reward.environment_forms import Acted, Acting, Asked, accepted, acting
+from infsample_rl.reward.environment_maker import TOOLS, Maker
 from infsample_rl.reward.function_process import own_pipes, reply
-from infsample_rl.reward.functions import as_reward
+from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.linux_sandbox import NAME, prctl
-from infsample_rl.reward.policy_endpoint import Message, check_network
-from infsample_rl.reward.user_function import describe_error, import_name
+from infsample_rl.reward.policy_endpoint import Message
+from infsample_rl.reward.user_function import describe_error
 
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
-TOOLS, ACTIONS, PROGRAM = "tools", "actions", "program"
 
 
 def main(isolation: Isolation) -> None:
@@ -55,8 +56,8 @@ def main(isolation: Isolation) -> None:
     requests, replies = own_pipes()
     try:
         isolate(isolation)
-        config, control = pickle.loads(requests.recv_bytes())
-        maker = Maker(config)
+        config, functions, control = pickle.loads(requests.recv_bytes())
+        maker = Maker(config, functions)
     except (ValueError, EOFError) as error:
         reply(replies, {"error": without_values(str(error))})
         os._exit(1)
@@ -80,61 +81,6 @@ class HostGone(Exception):
     """The other end of the line is closed."""
 
 
-class Maker:
-    """Makes environments of a user's class, or gives plain functions as the tools of one without a state."""
-
-    def __init__(self, config: EnvironmentConfig) -> None:
-        """Imports the files. ValueError in one line for what is not there, or is in neither form."""
-        self.path = (config.factory or config.tools[0]).rpartition(":")[0]
-        self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
-        self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
-        made: Any = self.factory
-        if self.factory is not None and not inspect.isclass(self.factory):
-            made = self._first(self.factory)
-        self.form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
-        if made is not None and not begins(made):
-            raise ValueError(f"environment.factory={config.factory} has no method reset")
-        if self.form == PROGRAM:
-            if len(accepted(made.rollout, {"base_url": "", "api_key": ""})) < 2:
-                raise ValueError(f"environment.factory={config.factory}: rollout must take base_url and api_key")
-            check_network()
-        if self.form != TOOLS and self.functions:
-            raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}: it has turns")
-        methods = [] if made is None or self.form != TOOLS else _tools_of(made)
-        self.schemas = [_schema(function) for function in (*methods, *self.functions)]
-        if self.form == TOOLS and not self.schemas:
-            raise ValueError(f"environment.factory={config.factory} has no public method as a tool, step or rollout")
-
-    def _first(self, factory: Callable[..., Any]) -> Any:
-        """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
-        one line for one that raises."""
-        try:
-            signature = inspect.signature(factory, eval_str=True)
-            if not signature.parameters:
-                return type(factory())
-        except Exception as error:
-            raise ValueError(f"environment.factory: {describe_error(error, os.path.abspath(self.path))}") from None
-        made = signature.return_annotation
-        if not inspect.isclass(made) or made is inspect.Signature.empty:
-            name = factory.__name__
-            raise ValueError(
-                f"environment.factory: {name} takes columns: its annotation must say what class it returns"
-            )
-        return made
-
-    def make(self, columns: dict[str, Any]) -> Any:
-        """A new environment, of a row where its function asks for columns; None where there are functions alone."""
-        if self.factory is None:
-            return None
-        return self.factory() if inspect.isclass(self.factory) else self.factory(**accepted(self.factory, columns))
-
-    def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
-        """By their names."""
-        own = [] if made is None or self.form != TOOLS else _tools_of(type(made))
-        methods = {each.__name__: getattr(made, each.__name__) for each in own}
-        return methods | {function.__name__: function for function in self.functions}
-
-
 def serve(host: socket.socket, maker: Maker) -> None:
     """Be the environment of one trajectory until the host is gone."""
     os.setsid()  # so that it is ended with all it starts
@@ -142,6 +88,7 @@ def serve(host: socket.socket, maker: Maker) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     made: Any = None
     actor: Any = None
+    columns: dict[str, Any] = {}
     runner, tools = asyncio.Runner(), dict[str, Callable[..., Any]]()
 
     def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -153,7 +100,8 @@ def serve(host: socket.socket, maker: Maker) -> None:
             what, *given = pickle.loads(_read(host, struct.unpack("!Q", _read(host, 8))[0]))
             if what == "reset":
                 reply(host.fileno(), {})  # so that the system tells the host whom it talks with
-                made = maker.make(given[1])
+                columns = given[1]
+                made = maker.make(columns)
                 tools, actor = maker.tools(made), acting(made, call) if maker.form != TOOLS else None
                 reply(host.fileno(), _opening(call, made, actor, *given))
             elif what == "call":
@@ -161,8 +109,7 @@ def serve(host: socket.socket, maker: Maker) -> None:
             elif what == "act":
                 reply(host.fileno(), _acted(actor.act(*given)))
             else:
-                reward = call(made.get_reward) if callable(getattr(made, "get_reward", None)) else None
-                reply(host.fileno(), {"reward": None if reward is None else _number(reward)})
+                reply(host.fileno(), _rewards(call, made, maker.scoring, columns, *given))
     except HostGone:
         pass
     except BaseException as error:  # this process is the sandbox: sys.exit() in it ends no more than its trajectory
@@ -217,19 +164,43 @@ def _opening(
 def _answers(
     call: Callable[..., Any], tools: dict[str, Callable[..., Any]], path: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """What the tools say, one after another; one that raises says so to the model."""
-    said, failed = [], 0
-    for name, arguments in calls:
+    """What the tools say, one after another; one that raises says so to the model. TRL's reward functions see a list
+    as it is."""
+    said, lists, failed = [], dict[int, Any](), 0
+    for number, (name, arguments) in enumerate(calls):
         try:
-            said.append(_text(call(tools[name], **arguments)))
+            answer = call(tools[name], **arguments)
+            said.append(_text(answer))
+            if isinstance(answer, list) and len(said[-1]) < MOST_SAID:
+                with contextlib.suppress(ValueError, TypeError):  # text is all there is of it
+                    lists[number] = json.loads(without_values(json.dumps(answer, allow_nan=False)))
         except Exception as error:
             failed += 1
             said.append(f"error: {without_values(describe_error(error, os.path.abspath(path)))}")
-    return {"said": said, "failed": failed}
+    return {"said": said, "failed": failed} | ({"lists": lists} if lists else {})
 
 
 def _acted(acted: Acted) -> dict[str, Any]:
     return {"said": _text(acted.said), "reward": _number(acted.reward), "ended": acted.ended}
+
+
+def _rewards(
+    call: Callable[..., Any],
+    made: Any,
+    scoring: Mapping[str, LoadedFunction],
+    columns: dict[str, Any],
+    messages: list[Message],
+) -> dict[str, Any]:
+    """What an environment gives at its end, and what functions give of it."""
+    reward = call(made.get_reward) if callable(getattr(made, "get_reward", None)) else None
+    values, reported = dict[str, float | None](), dict[str, float | None]()
+    prompt = {"columns": columns, "messages": columns.get("prompt", []), "text": ""}
+    sample = {"environment": made, "messages": messages, "text": "", "token_ids": []}
+    for name, function in scoring.items():
+        [value], beside = call_function(function, prompt, [sample])
+        values[name] = None if value is None else _number(value)
+        reported |= {without_values(f"{name}/{key}"): as_reward(column[0])[0] for key, column in beside.items()}
+    return {"reward": None if reward is None else _number(reward), "functions": values, "reported": reported}
 
 
 def _number(value: Any) -> float:
@@ -249,30 +220,3 @@ def _text(value: Any) -> str:
 
 async def _awaited(found: Any) -> Any:
     return await found
-
-
-def _tools_of(made: Any) -> list[Callable[..., Any]]:
-    """The public methods of a class but reset and get_reward, in the order in which they are written."""
-    names = [name for each in reversed(made.__mro__[:-1]) for name in vars(each)]
-    return [
-        getattr(made, name)
-        for name in dict.fromkeys(names)
-        if not name.startswith("_") and name not in ("reset", "get_reward", "close") and callable(getattr(made, name))
-    ]
-
-
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """As chat templates take it. ValueError in one line where its docstring or its types do not say enough."""
-    from transformers.utils.chat_template_utils import get_json_schema  # here: it takes a second
-
-    try:
-        schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise ValueError(f"{name} cannot be a tool: {' '.join(str(error).split())}") from None
-    return json.loads(json.dumps(schema))
-
-
-def _parts(name: str) -> tuple[str, str]:
-    path, _, function = name.rpartition(":")
-    return path, function

@@ -13,9 +13,11 @@ import threading
 import time
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config, RewardFunctionConfig
+from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
@@ -29,14 +31,25 @@ _PROGRAM = (
 )
 
 
+def environment_functions(config: Config) -> dict[str, RewardFunctionConfig]:
+    """By the names of their rewards, functions of reward.functions that may take environments: their file has the
+    word."""
+    functions = config.reward.functions
+    named = zip(component_names(functions), functions, strict=True)
+    users = {name: each for name, each in named if kind_of(each.name) == "user"}
+    files = {name: Path(each.name.rpartition(":")[0]) for name, each in users.items()}
+    return {name: each for name, each in users.items() if b"environments" in files[name].read_bytes()}
+
+
 class EnvironmentServer:
     """reward/environment_process.py behind its keeper, held to reward.isolation."""
 
     def __init__(self, config: Config, python: str = sys.executable) -> None:
         """Import the user's files there, of the interpreter `python`; ValueError in one line when they cannot be
         had."""
-        own = config.environment
+        own, functions = config.environment, environment_functions(config)
         files = [RewardFunctionConfig(name=name) for name in filter(None, [own.factory, *own.tools])]
+        files += functions.values()
         isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
         path = sys.path
         if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
@@ -61,7 +74,7 @@ class EnvironmentServer:
             assert self._keeper.stdin is not None
             self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
             self._keeper.stdin.close()
-            self._requests.send_bytes(pickle.dumps((own, theirs.fileno())))
+            self._requests.send_bytes(pickle.dumps((own, functions, theirs.fileno())))
         started = self._read_start()
         if "error" in started:
             self.close()

@@ -6,7 +6,7 @@ Requests are pickled; replies are lines of JSON, so that the worker unpickles no
 
     reward worker                  this process
     [functions]                ->
-                               <-  {"pid": ..., "per_sample": [...], "needs": [...]} or {"error": "..."}
+                               <-  {"pid": ..., "forms": [...], "needs": [...]} or {"error": "..."}
     (function, prompt, calls)  ->
                                <-  {} (read: the time limit of the first call starts)
                                <-  {"values": [...], "problems": [...], "reported": {"acc": [...]}}, once a call
@@ -78,7 +78,7 @@ def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
         said = str(error) if isinstance(error, ValueError) else f"reward.functions: {describe_error(error, None)}"
         reply(replies, {"error": without_values(said)})
         os._exit(1)
-    found = {"per_sample": [function.per_sample for function in functions], "needs": [f.needs for f in functions]}
+    found = {"forms": [function.form for function in functions], "needs": [function.needs for function in functions]}
     reply(replies, {"pid": os.getpid()} | found)
     return functions
 

@@ -19,7 +19,7 @@ from typing import Any
 from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.config.reward import ENVIRONMENT, JUDGE
 from infsample_rl.reward.hidden_values import without_values
-from infsample_rl.reward.peer_forms import Called, call_form, check_keywords, columns_of, form_of
+from infsample_rl.reward.peer_forms import OF_TRL, Called, call_form, check_keywords, columns_of, form_of
 from infsample_rl.reward.user_function import import_function
 
 RULES = {  # imported only when asked for: math-verify and reasoning_gym are slow to import
@@ -30,6 +30,7 @@ RULES = {  # imported only when asked for: math-verify and reasoning_gym are slo
     "data_source": "infsample_rl.reward.rule_data_source",
     "think_format": "infsample_rl.reward.rule_think_format",
 }
+IN_PROCESSES = ("rule", "user")  # kinds of functions
 MODEL_PREFIX = "model:"
 METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
 
@@ -38,21 +39,21 @@ METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/..
 class LoadedFunction:
     """A reward function ready to be called in a function process."""
 
-    form: str  # rule, or one of peer_forms
+    form: str  # rule, or one of peer_forms; takes_one() says how many samples a call has
     function: Callable[..., Any]
     kwargs: dict[str, Any]
     path: str | None = None  # the user's file
-    needs: list[list[str]] = field(default_factory=list)  # see columns.py
-
-    @property
-    def per_sample(self) -> bool:
-        """Whether one call scores one sample (else a whole micro-group)."""
-        return self.form not in ("trl", "verl_batch")
+    needs: list[list[str]] = field(default_factory=list)  # see checks.py
 
     @property
     def may_skip(self) -> bool:
         """Whether None means that the function does not apply to a sample (TRL's), not that it failed."""
-        return self.form == "trl"
+        return self.form in OF_TRL
+
+
+def takes_one(form: str) -> bool:
+    """Whether one call of a function of this form scores one sample (else a whole micro-group)."""
+    return form not in ("trl", "verl_batch")
 
 
 def kind_of(name: str) -> str:
@@ -115,11 +116,12 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
 def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
     """The values of one call, whatever the function returned, and what it reported beside; it may raise anything.
 
-    prompt: {"row", "messages", "text", "columns", "label", "trainer_state"}; a sample: {"text", "token_ids"}, one of
-    them where per_sample.
+    prompt: {"row", "messages", "text", "columns", "label", "trainer_state"}; a sample: {"text", "token_ids",
+    "messages"}, one of them where takes_one(). A rule is given what was said last, not what an environment said.
     """
     if loaded.form == "rule":
-        return [loaded.function(samples[0]["text"], prompt["columns"], **loaded.kwargs)], {}
+        said = [each["content"] for each in samples[0].get("messages") or [] if each["role"] == "assistant"]
+        return [loaded.function(said[-1] if said else samples[0]["text"], prompt["columns"], **loaded.kwargs)], {}
     return call_form(loaded.form, loaded.function, loaded.kwargs, prompt, samples)
 
 

@@ -3,13 +3,16 @@ trainers give.
 
     trl         f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> [number or
     None]
+    environments  f(environments, completions, prompts, log_extra, log_metric, **columns): TRL's, of trajectories with
+    tools, each in its environment's process with environments of one
     verl        f(data_source, solution_str, ground_truth, extra_info) -> number or {"score": number, ...}
     verl_batch  f(data_sources, solution_strs, ground_truths, extra_infos) -> a list of those
     openrlhf    f(queries, prompts, labels) -> {"rewards": ..., "extra_logs": {...}} or the rewards alone
 
 Sources: TRL 1.16.0 GRPOTrainer._calculate_rewards; verl 0.9.1 NaiveRewardManager and BatchRewardManager; OpenRLHF
-0.11.2 SingleTurnExecutor. TRL's `prompts` and `completions` are strings, or lists of chat messages where the row's own
-`prompt` column is one. Columns a function has no parameter for are left out. A coroutine function is awaited.
+0.11.2 SingleTurnExecutor. TRL's `prompts` and `completions` are strings, or lists of chat messages where the row's
+own `prompt` column is one or the trajectory has several turns. Columns a function has no parameter for are left out.
+A coroutine function is awaited.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from typing import Any
 from infsample_rl.data.fields import RAW_ANSWER
 
 GIVEN = {  # the first name is the one that tells the form
+    "environments": ("environments", "completions", "prompts", "log_extra", "log_metric"),
     "trl": ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"),
     "verl": ("solution_str", "data_source", "ground_truth", "extra_info"),
     "verl_batch": ("solution_strs", "data_sources", "ground_truths", "extra_infos"),
     "openrlhf": ("queries", "prompts", "labels"),
 }
+OF_TRL = ("trl", "environments")
 _FORMS = (
     "(prompts, completions, **columns) as for TRL, (data_source, solution_str, ground_truth, extra_info) as for verl, "
     "or (queries, prompts, labels) as for OpenRLHF"
@@ -42,12 +47,13 @@ def form_of(label: str, function: Function, kwargs: dict[str, Any]) -> str:
     """The form whose parameters the function has; ValueError when they fit none."""
     parameters = inspect.signature(function).parameters
     fitting = [form for form, given in GIVEN.items() if given[0] in parameters]
+    fitting = fitting[:1] if "environments" in fitting else fitting
     if len(fitting) != 1:
         raise ValueError(f"reward.functions: {label}({', '.join(parameters)}) fits no form: {_FORMS}")
     form = fitting[0]
     check_keywords(label, function, kwargs, given=GIVEN[form])
     missing = [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
-    if form != "trl" and missing:  # TRL's others are columns of the data
+    if form not in OF_TRL and missing:  # TRL's others are columns of the data
         raise ValueError(
             f"reward.functions: {label} needs {missing[0]}, which {form}'s form does not give: {_FORMS}; set it in "
             "kwargs"
@@ -57,7 +63,7 @@ def form_of(label: str, function: Function, kwargs: dict[str, Any]) -> str:
 
 def columns_of(form: str, function: Function, kwargs: dict[str, Any]) -> list[str]:
     """The columns that a function takes by name: parameters of TRL's form that nothing else gives."""
-    if form != "trl":
+    if form not in OF_TRL:
         return []
     return [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
 
@@ -78,7 +84,7 @@ def call_form(
     form: str, function: Function, kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
 ) -> Called:
     """One call: all samples of a prompt for trl and verl_batch, else one sample. ValueError for what does not fit."""
-    if form == "trl":
+    if form in OF_TRL:
         return _call_trl(function, kwargs, prompt, samples)
     if form == "openrlhf":
         return _call_openrlhf(function, kwargs, prompt, samples[0])
@@ -98,17 +104,21 @@ def _call_trl(
     columns = dict(prompt["columns"])
     if RAW_ANSWER in columns:  # the data's own: the gold answer cut from it is for the rules here
         columns["answer"] = columns.pop(RAW_ANSWER)
-    conversational = isinstance(columns.get("prompt"), list)
+    own = [sample.get("messages") for sample in samples]
+    conversational = isinstance(columns.get("prompt"), list) or any(own)
     texts = [sample["text"] for sample in samples]
+    said = [messages or [{"role": "assistant", "content": text}] for messages, text in zip(own, texts, strict=True)]
     arguments = {name: [value] * count for name, value in columns.items() if name not in ("prompt", "completion")}
     given: dict[str, Any] = {
         "prompts": [prompt["messages"] if conversational else prompt["text"]] * count,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        "completions": said if conversational else texts,
         "completion_ids": [sample["token_ids"] for sample in samples],
         "trainer_state": SimpleNamespace(**prompt.get("trainer_state", {})),
         "log_extra": lambda name, values: reported.update({str(name): list(values)}),
         "log_metric": lambda name, value: reported.update({str(name): [value] * count}),
     }
+    if samples and "environment" in samples[0]:
+        given["environments"] = [sample["environment"] for sample in samples]
     missing = [name for name in _required(function) if name not in {**arguments, **given, **kwargs}]
     if missing:
         raise ValueError(f"the function needs the column {missing[0]!r}; the row has {', '.join(arguments) or 'none'}")
@@ -134,8 +144,11 @@ def _verl_arguments(prompt: dict[str, Any], sample: dict[str, Any]) -> dict[str,
         "data_source": columns.get("data_source"),
         "solution_str": sample["text"],
         "ground_truth": columns.get("answer") if ground_truth is None else ground_truth,
-        # a question and its answer
-        "extra_info": {**(columns.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},
+        "extra_info": {
+            **(columns.get("extra_info") or {}),
+            "num_turns": 1 + (len(sample.get("messages") or []) or 1),
+            "rollout_reward_scores": {},
+        },
     }
 
 

@@ -86,8 +86,8 @@ class FunctionProcess:
             self.kill()
             raise ValueError(started["error"])
         self.pid: int = started["pid"]
-        self.per_sample: list[bool] = started["per_sample"]  # of every function: one sample a call, else all in one
-        self.needs: list[list[list[str]]] = started["needs"]  # of every function: the columns it reads (columns.py)
+        self.forms: list[str] = started["forms"]  # of every function
+        self.needs: list[list[list[str]]] = started["needs"]  # of every function: the columns it reads (checks.py)
 
     def call(self, request: bytes, sizes: list[int], timeout_s: float) -> Iterator[CallValues]:
         """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples, each within
@@ -195,7 +195,7 @@ class ProcessPool:
         barrier = threading.Barrier(self.num_processes)  # makes each of them start its own process
         started = [self._threads.submit(self._start, barrier) for _ in range(self.num_processes)]
         try:
-            self.per_sample = [future.result() for future in started][0]
+            self.forms = [future.result() for future in started][0]
         except ValueError:
             self.close()
             raise
@@ -223,9 +223,9 @@ class ProcessPool:
             process.kill()
         self._running.clear()
 
-    def _start(self, barrier: threading.Barrier) -> list[bool]:
+    def _start(self, barrier: threading.Barrier) -> list[str]:
         barrier.wait()
-        return self._process().per_sample
+        return self._process().forms
 
     def _process(self) -> FunctionProcess:
         """This thread's process, started if there is none."""

@@ -15,48 +15,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infsample_rl.config import Config, RewardConfig
+from infsample_rl.config import Config
 from infsample_rl.config.reward import ENVIRONMENT, JudgeConfig
 from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.model.tokenizer import load_tokenizer, response_text
 from infsample_rl.observe.phases import phase
-from infsample_rl.reward.columns import Needs
-from infsample_rl.reward.functions import component_names, kind_of
+from infsample_rl.reward.functions import IN_PROCESSES, component_names, kind_of, takes_one
 from infsample_rl.reward.hidden_values import hide_values_of
-from infsample_rl.reward.judge import Judge, check_judge
-from infsample_rl.reward.process_pool import CallValues, FunctionProcess, ProcessPool
+from infsample_rl.reward.judge import Judge
+from infsample_rl.reward.process_pool import CallValues, ProcessPool
 from infsample_rl.types import Completion, Episode, MaybeNone, Prompt, RewardResult
 
 if TYPE_CHECKING:  # it imports torch, which rule rewards never need
     from infsample_rl.reward.reward_model import RewardModel
 
-IN_PROCESSES = ("rule", "user")  # kinds of functions
+
 LARGEST_REWARD = 1e18  # in float32 its square is finite
-
-
-def check_reward_functions(reward: RewardConfig) -> list[tuple[str, Needs]]:
-    """Import every reward function in a process of its own and read every reward model's config, before a run starts.
-    Returns the name of each and the columns it reads, for columns.check_columns().
-
-    ValueError in one line: an unknown name, a missing file, function or model, a file that cannot be imported, a
-    signature that fits no form, settings in kwargs that the function does not take, a model with more than one label, a
-    judge that does not answer, a reward.isolation that this system cannot hold.
-    """
-    in_processes = [function for function in reward.functions if kind_of(function.name) in IN_PROCESSES]
-    needs: dict[int, Needs] = {}
-    if in_processes:
-        process = FunctionProcess(reward, in_processes)
-        process.kill()
-        needs = dict(zip(map(id, in_processes), process.needs, strict=True))
-    hide_values_of(judge.key for judge in reward.judges if judge.key is not None)
-    for function in reward.functions:
-        if isinstance(function, JudgeConfig):
-            needs[id(function)] = check_judge(function)
-        elif kind_of(function.name) == "model":
-            from infsample_rl.reward.reward_model import check_model
-
-            check_model(function)
-    return [(function.name, needs.get(id(function), [])) for function in reward.functions]
 
 
 @dataclass
@@ -100,7 +74,6 @@ class RewardWorker:
 
             device = "cuda" if config.cluster.reward_gpus > 0 else "cpu"
             self._models = {index: RewardModel(functions[index], device) for index in in_models}
-        self._of_environment = {index for index, each in enumerate(functions) if each.name == ENVIRONMENT}
         hide_values_of(judge.key for judge in config.reward.judges if judge.key is not None)
         self._judges = {
             index: Judge(function, config.reward.timeout_s)
@@ -112,6 +85,12 @@ class RewardWorker:
         self._pool: ProcessPool | MaybeNone = (
             ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
         )
+        forms = dict(zip(self._in_pool, self._pool.forms, strict=True)) if self._pool else {}
+        self._of_environment = {
+            index
+            for index, each in enumerate(functions)
+            if each.name == ENVIRONMENT or forms.get(index) == "environments"
+        }
 
     def progress(self) -> int:
         """Grows with every function call, verdict and micro-group that ends, and with every process that dies."""
@@ -147,8 +126,11 @@ class RewardWorker:
         step: int,
         episodes: list[Episode | None] | None = None,
     ) -> _Begun:
-        samples = [{"text": text, "token_ids": row} for text, row in zip(texts, token_ids, strict=True)]
         episodes = episodes or [None] * len(texts)
+        samples = [
+            {"text": text, "token_ids": row, "messages": episode.messages if episode else None}
+            for text, row, episode in zip(texts, token_ids, episodes, strict=True)
+        ]
         return _Begun(prompt, texts, episodes, self._submit(prompt, samples, step) if samples else {}, time.time())
 
     def _finish(self, begun: _Begun) -> RewardResult:
@@ -160,8 +142,11 @@ class RewardWorker:
             of_model = scored[self.names[index]]
             of_model.values, of_model.problems = _model_scores(self._models[index], prompt, texts)
         for index in (index for index in chosen if index in self._of_environment):
-            own = scored[self.names[index]]
-            own.values, own.problems = _episode_rewards(episodes)
+            own, name = scored[self.names[index]], self.names[index]
+            own.values, own.problems = _episode_rewards(episodes, None if name == ENVIRONMENT else name)
+            for key in dict.fromkeys(key for each in episodes if each for key in each.reported):
+                if key.startswith(f"{name}/"):
+                    reported[key] = [each.reported.get(key) if each else None for each in episodes]
         for index, pieces in futures.items():
             name = self.names[index]
             calls = [call for future in pieces for call in future.result()]
@@ -203,9 +188,9 @@ class RewardWorker:
         pickled = pickle.dumps(columns)
         chosen, texts = self._of_source[prompt.source], [sample["text"] for sample in samples]
         futures = {index: [self._judges[index].submit(prompt, texts)] for index in chosen if index in self._judges}
-        for index in (index for index in chosen if index in self._in_pool):
+        for index in (index for index in chosen if index in self._in_pool and index not in self._of_environment):
             pool, position = self._pool, self._in_pool.index(index)
-            calls = [[sample] for sample in samples] if pool.per_sample[position] else [samples]
+            calls = [[sample] for sample in samples] if takes_one(pool.forms[position]) else [samples]
             share = math.ceil(len(calls) / pool.num_processes)
             futures[index] = [
                 pool.submit(position, pickled, calls[start : start + share]) for start in range(0, len(calls), share)
@@ -213,10 +198,12 @@ class RewardWorker:
         return futures
 
 
-def _episode_rewards(episodes: list[Episode | None]) -> tuple[list[float | None], list[str]]:
-    """What environments gave, and what failed in them."""
-    values = [None if episode is None else episode.reward for episode in episodes]
+def _episode_rewards(episodes: list[Episode | None], function: str | None) -> tuple[list[float | None], list[str]]:
+    """What environments gave, or a function of reward.functions gave of them, and what failed in them."""
     problems = ["there was no environment" if episode is None else episode.failure for episode in episodes]
+    if function is not None:  # None of TRL's form: it does not apply
+        return [None if episode is None else episode.function_rewards.get(function) for episode in episodes], problems
+    values = [None if episode is None else episode.reward for episode in episodes]
     return values, [
         problem or ("it has no get_reward" if value is None else "")
         for value, problem in zip(values, problems, strict=True)

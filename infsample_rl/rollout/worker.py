@@ -62,7 +62,8 @@ class RolloutWorker:
         if environments is not None:
             kwargs, stops = config.data.chat_template_kwargs, self.engine.stop_token_ids
             self._template = TurnTemplate.of(tokenizer, kwargs, environments.tools, stops)
-            self._made_by = fingerprint(config.environment)
+            users = [function.name for function in config.reward.functions if ".py:" in function.name]
+            self._made_by = fingerprint(config.environment, users)
         if config.is_deterministic and not self.engine.is_exact:
             warnings.warn(
                 f"samples may differ by rounding from run to run: model.path={config.model.path} has no compiled "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from infsample_rl.config import DataConfig
+from infsample_rl.config import DataConfig, ModelConfig
 from infsample_rl.data.chat import chat_messages, render, render_all
 from infsample_rl.data.fields import BadRow, Problem
+from infsample_rl.model.tokenizer import load_tokenizer
 
 
 def problem(*turns: str | tuple[str, str], row: int = 1) -> Problem:
@@ -131,3 +132,26 @@ def test_truncation_cuts_the_question_from_the_left_and_keeps_everything_else(ll
     assert len(caplog.records) == 1 and "truncate, as 2 of 3 prompts" in caplog.text
     with pytest.raises(ValueError, match="row 1: .* cannot be truncated .* = 10: with one .* question it has 19"):
         render_all(LONG, llama_tokenizer, config(max_prompt_tokens=10, long_prompts="truncate"))
+
+
+def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers_and_is_kept_with_it(tiny_qwen3, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]")
+    tokenizer = load_tokenizer(ModelConfig(path=str(tiny_qwen3), chat_template=str(file)))
+    assert render(problem("1 + 2 = ?"), tokenizer, config()).text == "[user] 1 + 2 = ?\n[assistant]"
+    tokenizer.save_pretrained(tmp_path / "kept")
+    again = load_tokenizer(ModelConfig(path=str(tiny_qwen3), tokenizer_path=str(tmp_path / "kept")))
+    assert again.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "own.jinja cannot be read: No such file"), ("a\n{% for %}", "own.jinja, line 2, is no Jinja: ")],
+)
+def test_what_is_no_template_is_one_line(tiny_qwen3, tmp_path, text, said):
+    file = tmp_path / "own.jinja"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"^model.chat_template=.*{said}") as error:
+        load_tokenizer(ModelConfig(path=str(tiny_qwen3), chat_template=str(file)))
+    assert "\n" not in str(error.value)

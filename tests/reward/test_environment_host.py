@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infsample_rl.config import Config
+from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
@@ -123,6 +123,15 @@ def double(number: int) -> int:
     return 2 * number
 
 
+def rows(number: int) -> list:
+    """Rows of a table.
+
+    Args:
+        number: How many.
+    """
+    return [(each, "x") for each in range(number)]
+
+
 def undescribed(number):
     return number
 '''
@@ -188,8 +197,8 @@ def test_an_episode_opens_keeps_its_state_and_is_rewarded(host):
     assert host.opening(7, {"target": 5, "unused": 1}) == "Reach 5 from 7."
     reply = asked(host, "call", [("add", {"amount": 2}), ("add", {"amount": 3})], end=False)
     assert reply == {"said": ["The total is 2.", "The total is 5."], "failed": 0}
-    host.ask("one", ("reward",))
-    assert answers(host, 1)["one"] == {"reward": 1.0}
+    host.ask("one", ("reward", []))
+    assert answers(host, 1)["one"] == {"reward": 1.0, "functions": {}, "reported": {}}
     host.end("one")
 
 
@@ -218,8 +227,8 @@ def test_a_process_that_ends_costs_its_own_episode(host):
     host.ask("other", ("call", [("add", {"amount": 3})]))
     assert answers(host, 1)["other"]["said"] == ["The total is 3."]
     assert asked(host, "call", [("misbehave", {"how": "exit"})]) == {"failed": "its process ended"}
-    host.ask("other", ("reward",))
-    assert answers(host, 1)["other"] == {"reward": 1.0}
+    host.ask("other", ("reward", []))
+    assert answers(host, 1)["other"] == {"reward": 1.0, "functions": {}, "reported": {}}
     host.end("other")
 
 
@@ -247,12 +256,12 @@ def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
 def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
     failed = asked(host, "call", [("add", {"amount": 1})], target="broken")["failed"]
     assert failed.startswith("RuntimeError: no such target (") and "counter.py:" in failed
-    assert asked(host, "reward", target="reset")["failed"].startswith("ConnectionResetError: by its server (")
-    assert "pickle" in asked(host, "reward", target=lambda: 5)["failed"], "an answer comes whatever goes wrong"
+    assert asked(host, "reward", [], target="reset")["failed"].startswith("ConnectionResetError: by its server (")
+    assert "pickle" in asked(host, "reward", [], target=lambda: 5)["failed"], "an answer comes whatever goes wrong"
     with pytest.raises(EnvironmentFailed, match="no such target"):
         host.opening(0, {"target": "broken"})
     asked(host, "call", [("add", {"amount": -1})], end=False)
-    host.ask("one", ("reward",))
+    host.ask("one", ("reward", []))
     assert "the reward returned nan" in answers(host, 1)["one"]["failed"]
     host.end("one")
 
@@ -341,17 +350,81 @@ def test_a_file_that_is_broken_when_a_server_is_started_again_fails_what_needs_i
         [server] = psutil.Process(host._server._keeper.pid).children()
         server.kill()
         server.wait()
-        assert "nothing_like_this" in asked(host, "reward")["failed"]
+        assert "nothing_like_this" in asked(host, "reward", [])["failed"]
     finally:
         file.write_text(text)
         host.close()
 
 
+SCORES = '''
+def total(environments, **kwargs):
+    """As TRL's examples."""
+    return [each.total / each.target for each in environments]
+
+
+def said(environments, completions, prompts, target, log_metric):
+    log_metric("turns", len(completions[0]))
+    right = completions[0][-1]["content"] == str(target[0]) and prompts[0][0]["content"] == "Count."
+    return [1.0 if right else None]
+
+
+def fails(environments):
+    raise KeyError("nothing here")
+
+
+def another(completions):
+    """Takes no environments, and is not asked."""
+    return [5.0]
+'''
+
+
+@pytest.fixture
+def scores(file):
+    path = file.with_name("scores.py")
+    path.write_text(SCORES)
+
+    def of(*names, **environment):
+        functions = [RewardFunctionConfig(name=f"{path}:{name}") for name in names]
+        config = config_of(**{"factory": f"{file}:Counter"} | environment)
+        return replace(config, reward=replace(config.reward, functions=functions))
+
+    return of
+
+
+def test_functions_of_the_rewards_that_take_environments_are_asked_in_their_process(scores):
+    host = EnvironmentHost(scores("total", "said", "another"))
+    columns = {"target": 5, "prompt": [{"role": "user", "content": "Count."}]}
+    try:
+        found = {}
+        for word in ("5", "6"):
+            host.open(word, 7, columns)
+            host.ask(word, ("call", [("add", {"amount": 4})]))
+            answers(host, 1)
+            host.ask(word, ("reward", [{"role": "assistant", "content": word}]))
+            found |= answers(host, 1)
+    finally:
+        host.close()
+    assert [found[word]["functions"] for word in ("5", "6")] == [{"total": 0.8, "said": each} for each in (1.0, None)]
+    assert found["5"]["reward"] == 0.0 and found["5"]["reported"] == {"said/turns": 1.0}
+
+
+def test_one_that_raises_fails_its_trajectory_and_one_without_tools_is_refused(scores, file):
+    host = EnvironmentHost(scores("fails"))
+    try:
+        assert "KeyError: 'nothing here'" in asked(host, "reward", [])["failed"]
+    finally:
+        host.close()
+    with pytest.raises(ValueError, match="reward.functions: total takes environments with tools; .*has turns"):
+        EnvironmentHost(scores("total", factory=f"{file}:Game"))
+
+
 def test_functions_alone_are_tools(file):
-    host = EnvironmentHost(config_of(tools=[f"{file}:double"]))
+    host = EnvironmentHost(config_of(tools=[f"{file}:double", f"{file}:rows"]))
     try:
         assert host.opening(0, {}) == ""
         assert asked(host, "call", [("double", {"number": 4})]) == {"said": ["8"], "failed": 0}
+        reply = asked(host, "call", [("double", {"number": 1}), ("rows", {"number": 1})])
+        assert reply == {"said": ["2", "[(0, 'x')]"], "failed": 0, "lists": {"1": [[0, "x"]]}}
     finally:
         host.close()
 

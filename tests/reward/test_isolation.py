@@ -290,7 +290,7 @@ linux_sandbox._MACHINES[machine][1]["landlock_create_ruleset"] = 444
 linux_sandbox.prctl(linux_sandbox._NO_NEW_PRIVILEGES, 1)
 linux_sandbox._forbid_calls(machine)
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
-from infsample_rl.reward.worker import check_reward_functions
+from infsample_rl.reward.checks import check_reward_functions
 check_reward_functions(RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")], isolation=sys.argv[1]))
 """
 

@@ -14,8 +14,10 @@ from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, R
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.reward import rule_data_source, rule_think_format
+from infsample_rl.reward.checks import check_reward_functions
+from infsample_rl.reward.functions import RULES
 from infsample_rl.reward.worker import RewardWorker
-from infsample_rl.types import Completion
+from infsample_rl.types import Completion, Episode
 
 PEERS = """
 import re
@@ -42,6 +44,16 @@ def only_maths(completions, kind, log_extra=None, log_metric=None, **kwargs):
 
 def only_code(completions, kind, **kwargs):
     return [5.0 if topic == "code" else None for topic in kind]
+
+def roles(completions, **kwargs):
+    wanted = ["assistant", "tool", "assistant"]
+    return [3.0 * ([message["role"] for message in each] == wanted) for each in completions]
+
+def seen(environments, **kwargs):
+    return [environment.reward for environment in environments]
+
+def turns(data_source, solution_str, ground_truth, extra_info):
+    return float(extra_info["num_turns"])
 
 def warms_up(completions, trainer_state, **kwargs):
     return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
@@ -105,7 +117,11 @@ def open_worker(tiny_qwen3, tmp_path):
 
     def build(*functions, answer_field=None):
         entries = [{"name": function} if isinstance(function, str) else function for function in functions]
-        listed = [RewardFunctionConfig(**entry | {"name": f"{path}:{entry['name']}"}) for entry in entries]
+        listed = [
+            RewardFunctionConfig(**entry | {"name": name if name in RULES else f"{path}:{name}"})
+            for entry in entries
+            for name in [entry["name"]]
+        ]
         config = Config(
             model=ModelConfig(path=str(tiny_qwen3)),
             data=DataConfig(source="unused.jsonl", answer_field=answer_field),
@@ -139,6 +155,44 @@ def prompt_of(tiny_qwen3, tmp_path):
 
 def trl_row(**columns):
     return {"prompt": [{"role": "user", "content": "1 + 2 = ?"}], "answer": WORKED} | columns
+
+
+def test_of_several_turns_trls_form_gets_the_messages_and_a_rule_what_was_said_last(open_worker, prompt_of):
+    """An answer that an environment gave away is no answer of the policy's."""
+    call = {"role": "assistant", "content": "", "tool_calls": []}
+    gave_away = {"role": "tool", "name": "look", "content": "#### 3"}
+    said = [[call, gave_away, {"role": "assistant", "content": last}] for last in ("#### 4", "#### 3")]
+    told = {"failure": "", "turns": 2, "calls": 1, "waited_s": 0.0}
+    episodes = [
+        Episode(reward=None, messages=messages, function_rewards={"seen": value}, reported={"seen/x": 2.0}, **told)
+        for messages, value in zip(said, (0.5, None), strict=True)
+    ]
+    ids = np.zeros(1, np.int32)
+    given = {"prompt_index": 0, "token_ids": ids, "logprobs": np.zeros(1, np.float32), "sampling_logprobs": None}
+    completions = [
+        Completion(**given, sample_index=index, finish_reason="stop", policy_version=0, episode=episode)
+        for index, episode in enumerate(episodes)
+    ]
+    worker = open_worker("roles", "turns", "seen", {"name": "gsm8k", "weight": 2.0})
+    [found] = worker.score([(prompt_of(trl_row()), completions)])
+    assert found.failures == []
+    assert found.components == {
+        "roles": [3.0, 3.0],
+        "turns": [4.0, 4.0],
+        "seen": [0.5, None],
+        "gsm8k": [0.0, 1.0],
+        "seen/x": [2.0, 2.0],
+    }
+    assert found.rewards == [7.5, 9.0]
+
+
+def test_a_function_that_takes_environments_needs_some(tmp_path):
+    path = tmp_path / "seen.py"
+    path.write_text(PEERS)
+    functions = [RewardFunctionConfig(name=f"{path}:seen")]
+    with pytest.raises(ValueError, match="seen takes environments; set environment.factory to their class"):
+        check_reward_functions(RewardConfig(functions=functions))
+    assert check_reward_functions(RewardConfig(functions=functions), "game.py:Game") == [(functions[0].name, [])]
 
 
 def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, prompt_of):

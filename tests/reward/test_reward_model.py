@@ -13,8 +13,9 @@ from transformers import (
 )
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.reward_model import RewardModel
-from infsample_rl.reward.worker import RewardWorker, check_reward_functions
+from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Prompt
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one and two is what"}]

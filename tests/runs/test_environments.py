@@ -64,6 +64,36 @@ class Play(Guess):
             messages += [message, {"role": "user", "content": said}]
         return total
 '''
+TOOLS = '''
+class Count:
+    """TRL's form."""
+
+    def reset(self, answer, **columns):
+        self.reward, self.kind = float(answer) / 8, "even" if int(answer) % 2 == 0 else "odd"
+
+    def add(self, amount: int) -> int:
+        """Adds.
+
+        Args:
+            amount: What is added.
+        """
+        self.reward += amount
+        return amount
+
+
+def even(environments, **kwargs):
+    return [each.reward if each.kind == "even" else None for each in environments]
+
+
+def odd(environments, completions, **kwargs):
+    return [each.reward + len(said[-1]["content"]) / 100 if each.kind == "odd" else None
+            for each, said in zip(environments, completions)]
+'''
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 STOPS = list(range(40, 140, 4))
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
 
@@ -118,6 +148,22 @@ def test_no_bit_changes_with(train, settings, plain, changes):
 @pytest.mark.slow
 def test_a_program_that_calls_the_policy_itself_trains_the_same(train, settings, plain):
     assert without_waits(train(settings[0].replace(":Guess", ":Play"), *settings[1:])) == without_waits(plain)
+
+
+@pytest.mark.slow
+def test_trls_functions_of_environments_reward_the_prompts_that_they_are_for(train, tmp_path):
+    """As TRL's example of several environments in one, with a template of one's own."""
+    for name, text in (("count.py", TOOLS), ("tools.jinja", TEMPLATE)):
+        (tmp_path / name).write_text(text)
+    functions = [f"{tmp_path}/count.py:{name}" for name in ("even", "odd")]
+    own = (f"environment.factory={tmp_path}/count.py:Count", f"reward.functions={json.dumps(functions)}")
+    run = train(
+        *own, f"model.chat_template={tmp_path}/tools.jinja", f"rollout.stop_token_ids={STOPS}", "objective=no_kl"
+    )
+    assert all(row["learner/grad_norm"] > 0 and row["reward/failed"] == 0 for row in run.rows)
+    for each in map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()):
+        [value] = [value for value in each["components"].values() if value is not None]
+        assert value == pytest.approx(each["reward"]) and set(each["components"]) == {"even", "odd"}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from infsample_rl.commands.serve.parameters import RequestError, SampleRequest, 
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue
 from infsample_rl.config import Config
 from infsample_rl.data.rows import one_line
-from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.data.turns import TurnTemplate, assistant_message
 from infsample_rl.model.tokenizer import response_text
 from infsample_rl.types import Completion
 
@@ -146,19 +146,14 @@ class Server:
         served, ids = self._served, completion.token_ids.tolist()
         text = response_text(served.tokenizer, ids, stops)
         turn = None if template is None else template.parse(served.tokenizer.decode(ids))
-        message: Body = {"role": "assistant", "content": text}
+        message: Body = assistant_message(text, [] if turn is None else turn.calls)
         reason = completion.finish_reason
-        if turn is not None and turn.calls:
+        if "tool_calls" in message:
             reason = "tool_calls" if reason == "stop" else reason
-            message["content"] = text.partition("<tool_call>")[0].strip() or None if "<tool_call>" in text else None
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for call in turn.calls
-            ]
+            message["content"] = message["content"] or None
+            for call in message["tool_calls"]:
+                call["id"] = f"call_{uuid.uuid4().hex[:24]}"
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         tokens = [served.tokenizer.decode([each]) for each in ids] if wants_logprobs else []
         logprobs = {"content": _logprobs(completion, tokens)} if wants_logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}

@@ -7,10 +7,11 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from infsample_rl.config.environment import EnvironmentConfig
-from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.data.turns import TurnTemplate, assistant_message
 from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import Sample
@@ -50,6 +51,7 @@ class _State:
     calls: int = 0
     begun: int = 0  # tokens before the turn that is sampled
     rewards: list[float] = field(default_factory=list)  # of turns, where they are actions
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of the chat, after the prompt
     is_last: bool = False  # no turn is sampled any more
     names: tuple[str, ...] = ()  # of the tools that have been asked
     asked: int = 0  # requests so far
@@ -88,17 +90,21 @@ class Episodes:
         state.is_last = reason == "length" or state.turns >= self._config.max_turns
         turn = list(sample.tokens[state.begun :])
         state.begun = len(sample.tokens)
-        if self._environments.form != "tools":
+        has_tools = self._environments.form == "tools"
+        text = self._tokenizer.decode(turn, skip_special_tokens=True) if is_new else None
+        found = None
+        if has_tools and is_new and not state.is_last:
+            found = self._template.parse(self._tokenizer.decode(turn))
+        if text is not None:
+            state.messages.append(assistant_message(text, found.calls if found else []))
+        if not has_tools:
             if is_new or self._environments.form == "program":
-                text = self._tokenizer.decode(turn, skip_special_tokens=True) if is_new else None
                 self._ask(state, "act", text, state.is_last)
             else:  # its last observation had no room
                 self._finish(state, sum(state.rewards))
-            return
-        found = self._template.parse(self._tokenizer.decode(turn)) if is_new and not state.is_last else None
-        if found is None or not (found.calls or found.problem):
+        elif found is None or not (found.calls or found.problem):
             state.is_last = True
-            self._ask(state, "reward")
+            self._ask_reward(state)
         elif found.problem:
             state.calls += 1
             self._observe(state, [{"role": "tool", "content": f"error: {found.problem}"}])
@@ -171,7 +177,7 @@ class Episodes:
         if "said" not in reply and "failed" in reply:
             self._finish(state, None, reply["failed"])
         elif "said" not in reply:
-            self._finish(state, reply["reward"])
+            self._finish(state, reply["reward"], of_functions=reply)
         elif "ended" in reply:
             state.rewards.append(reply["reward"])
             if len(state.rewards) > state.turns:  # of a program that waited for a turn there was no room for
@@ -181,18 +187,34 @@ class Episodes:
             else:
                 self._observe(state, [{"role": "user", "content": reply["said"]}])
         elif state.is_last:  # of tools, whose reward has not been asked for
-            self._ask(state, "reward")
+            self._ask_reward(state)
         else:
             named = zip(state.names, reply["said"], strict=True)
-            self._observe(state, [{"role": "tool", "name": name, "content": said} for name, said in named])
+            lists = reply.get("lists", {})
+            self._observe(state, [{"role": "tool", "name": name, "content": said} for name, said in named], lists)
 
-    def _observe(self, state: _State, messages: list[dict[str, Any]]) -> None:
+    def _observe(
+        self, state: _State, messages: list[dict[str, Any]], lists: Mapping[str, list[Any]] = MappingProxyType({})
+    ) -> None:
+        """`lists`: what of the messages, by number, was a list, which rewards get as such."""
         shown = [each | {"content": self._cut(each["content"])} for each in messages]
         ids = self._template.observation_ids(shown, state.sample.tokens[-1])
         state.begun += len(ids)
+        state.messages += [
+            each | {"content": lists.get(str(number), each["content"])} for number, each in enumerate(shown)
+        ]
         self._ready.append(Answer(state.sample, ids, None))
 
-    def _finish(self, state: _State, reward: float | None, failure: str = "") -> None:
+    def _ask_reward(self, state: _State) -> None:
+        self._ask(state, "reward", list(state.messages))
+
+    def _finish(
+        self,
+        state: _State,
+        reward: float | None,
+        failure: str = "",
+        of_functions: Mapping[str, Any] | None = None,
+    ) -> None:
         if state.is_live:
             self._environments.end(state.key)
         del self._of_key[state.key], self._of_sample[state.sample]
@@ -205,6 +227,9 @@ class Episodes:
             is_straggler=state.is_straggler,
             replayed=len(state.replayed),
             turn_rewards=state.rewards,
+            messages=state.messages,
+            function_rewards=(of_functions or {}).get("functions", {}),
+            reported=(of_functions or {}).get("reported", {}),
         )
         self._ready.append(Answer(state.sample, [], episode))
 

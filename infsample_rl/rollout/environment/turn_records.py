@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,11 @@ class TurnRecords:
                 self._file.close()
 
 
-def fingerprint(config: EnvironmentConfig) -> str:
-    """Of the files that environments are made of: it changes with what they hold."""
-    digest = hashlib.sha256(json.dumps([config.factory, config.tools]).encode())
-    for name in filter(None, [config.factory, *config.tools]):
+def fingerprint(config: EnvironmentConfig, functions: Sequence[str] = ()) -> str:
+    """Of the files that environments are made of, and of those of reward functions, which may be asked with them: it
+    changes with what they hold."""
+    digest = hashlib.sha256(json.dumps([config.factory, config.tools, *functions]).encode())
+    for name in filter(None, [config.factory, *config.tools, *functions]):
         digest.update(Path(name.rpartition(":")[0]).read_bytes())
     return digest.hexdigest()[:16]
 

@@ -72,17 +72,25 @@ def test_calls_are_asked_for_and_their_answers_are_observed():
     episodes.end(sample, "stop")
     assert host.opened == {0: (11, {"answer": "5"})} and host.asked == [(0, "call", [("add", {"a": 2})])]
     assert episodes.take(wait_s=0) == []
-    host.answers.put((0, {"said": ["It is 2."], "failed": 0}))
+    host.answers.put((0, {"said": ["It is 2."], "failed": 0, "lists": {"0": [2]}}))
     [answer] = episodes.take(wait_s=0)
     behind = "\n<|im_start|>tool\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(answer.observed) == behind and answer.episode is None
     sample.tokens.extend(answer.observed)
     episodes.end(sampled(tokenizer, "It is 2.<|im_end|>", sample), "stop")
-    assert host.asked[1:] == [(0, "reward")]
-    host.answers.put((0, {"reward": 0.5}))
+    function = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [function]},
+        {"role": "tool", "name": "add", "content": [2]},  # as the tool gave it
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    assert host.asked[1:] == [(0, "reward", messages)]
+    host.answers.put((0, {"reward": 0.5, "functions": {"mine": 0.25}, "reported": {"mine/calls": 1.0}}))
     [answer] = episodes.take(wait_s=0)
     episode = answer.episode
     assert (episode.reward, episode.turns, episode.calls, episode.failure) == (0.5, 2, 1, "")
+    assert (episode.messages, episode.function_rewards) == (messages, {"mine": 0.25})
+    assert episode.reported == {"mine/calls": 1.0}
     assert host.ended == [0]
 
 
@@ -97,7 +105,8 @@ def test_a_call_that_cannot_be_made_is_answered_without_the_environment():
 def test_the_last_turn_calls_nothing_any_more(reason):
     episodes, host, tokenizer = make(max_turns=5 if reason == "length" else 1)
     episodes.end(sampled(tokenizer, CALL), reason)
-    assert host.asked == [(0, "reward")]
+    [(key, what, [message])] = host.asked
+    assert (key, what, message["content"]) == (0, "reward", CALL.removesuffix("<|im_end|>"))
 
 
 def test_what_fails_ends_the_episode_without_a_reward():
@@ -152,7 +161,7 @@ def test_a_trajectory_that_has_waited_too_long_gets_no_further_turn(form, monkey
             sample.tokens.extend(answer.observed)
         sampled(tokenizer, "right<|im_end|>" if acts else CALL, sample)
     if not acts:
-        assert found == [] and host.asked[-1] == (0, "reward")
+        assert found == [] and host.asked[-1][:2] == (0, "reward")
         host.answers.put((0, {"reward": 0.5}))
         found = episodes.take(wait_s=0)
     [answer] = found

@@ -1,4 +1,5 @@
-"""The columns that reward functions read, held against the rows before a run starts. Standard library only.
+"""What is wrong with reward functions, found before a run starts: the functions themselves, and the columns that they
+read, held against the rows.
 
 A rule names its columns itself (NEEDS of its module), a judge in its prompt, a function of TRL's form by its
 parameters; the other forms take what is there.
@@ -8,15 +9,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from infsample_rl.config import Config
+from infsample_rl.config import Config, RewardConfig
+from infsample_rl.config.reward import JudgeConfig
 from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.data.rows import first_rows
-from infsample_rl.reward.functions import kind_of
+from infsample_rl.reward.functions import IN_PROCESSES, kind_of
+from infsample_rl.reward.hidden_values import hide_values_of
+from infsample_rl.reward.judge import check_judge
+from infsample_rl.reward.process_pool import FunctionProcess
 from infsample_rl.types import Prompt
 
 Needs = list[list[str]]  # sets of columns, of which a row has to have one whole; none: nothing is read
 
 NOT_GIVEN = ("prompt", "completion", RAW_ANSWER)  # columns that TRL's form has under other names
+
+
+def check_reward_functions(reward: RewardConfig, factory: str | None = None) -> list[tuple[str, Needs]]:
+    """Import every reward function in a process of its own and read every reward model's config, before a run starts.
+    Returns the name of each and the columns it reads, for columns.check_columns(). `factory`: environment.factory.
+
+    ValueError in one line: an unknown name, a missing file, function or model, a file that cannot be imported, a
+    signature that fits no form, settings in kwargs that the function does not take, a model with more than one label, a
+    judge that does not answer, a function that takes environments where there are none, a reward.isolation that this
+    system cannot hold.
+    """
+    in_processes = [function for function in reward.functions if kind_of(function.name) in IN_PROCESSES]
+    needs: dict[int, Needs] = {}
+    if in_processes:
+        process = FunctionProcess(reward, in_processes)
+        process.kill()
+        for function, form in zip(in_processes, process.forms, strict=True):
+            if form == "environments" and factory is None:
+                raise ValueError(
+                    f"reward.functions: {function.name} takes environments; set environment.factory to their class"
+                )
+        needs = dict(zip(map(id, in_processes), process.needs, strict=True))
+    hide_values_of(judge.key for judge in reward.judges if judge.key is not None)
+    for function in reward.functions:
+        if isinstance(function, JudgeConfig):
+            needs[id(function)] = check_judge(function)
+        elif kind_of(function.name) == "model":
+            from infsample_rl.reward.reward_model import check_model
+
+            check_model(function)
+    return [(function.name, needs.get(id(function), [])) for function in reward.functions]
 
 
 def check_columns(

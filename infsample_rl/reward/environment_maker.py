@@ -1,0 +1,107 @@
+"""Makes a user's environments: of what form their class is, which tools it has, and what rewards them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infsample_rl.config import RewardFunctionConfig
+from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.reward.environment_forms import accepted, acts, begins, plays
+from infsample_rl.reward.functions import load_function
+from infsample_rl.reward.policy_endpoint import check_network
+from infsample_rl.reward.user_function import describe_error, import_name
+
+TOOLS, ACTIONS, PROGRAM = "tools", "actions", "program"
+
+
+class Maker:
+    """Makes environments of a user's class, or gives plain functions as the tools of one without a state."""
+
+    def __init__(self, config: EnvironmentConfig, functions: Mapping[str, RewardFunctionConfig]) -> None:
+        """Imports the files. ValueError in one line for what is not there, or is in neither form."""
+        self.path = (config.factory or config.tools[0]).rpartition(":")[0]
+        self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
+        self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
+        made: Any = self.factory
+        if self.factory is not None and not inspect.isclass(self.factory):
+            made = self._first(self.factory)
+        self.form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
+        if made is not None and not begins(made):
+            raise ValueError(f"environment.factory={config.factory} has no method reset")
+        if self.form == PROGRAM:
+            if len(accepted(made.rollout, {"base_url": "", "api_key": ""})) < 2:
+                raise ValueError(f"environment.factory={config.factory}: rollout must take base_url and api_key")
+            check_network()
+        if self.form != TOOLS and self.functions:
+            raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}: it has turns")
+        loaded = {name: load_function(function) for name, function in functions.items()}
+        self.scoring = {name: function for name, function in loaded.items() if function.form == "environments"}
+        if self.form != TOOLS and self.scoring:
+            raise ValueError(
+                f"reward.functions: {next(iter(self.scoring))} takes environments with tools; "
+                f"environment.factory={config.factory} has turns, and rewards them itself"
+            )
+        methods = [] if made is None or self.form != TOOLS else _tools_of(made)
+        self.schemas = [_schema(function) for function in (*methods, *self.functions)]
+        if self.form == TOOLS and not self.schemas:
+            raise ValueError(f"environment.factory={config.factory} has no public method as a tool, step or rollout")
+
+    def _first(self, factory: Callable[..., Any]) -> Any:
+        """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
+        one line for one that raises."""
+        try:
+            signature = inspect.signature(factory, eval_str=True)
+            if not signature.parameters:
+                return type(factory())
+        except Exception as error:
+            raise ValueError(f"environment.factory: {describe_error(error, os.path.abspath(self.path))}") from None
+        made = signature.return_annotation
+        if not inspect.isclass(made) or made is inspect.Signature.empty:
+            name = factory.__name__
+            raise ValueError(
+                f"environment.factory: {name} takes columns: its annotation must say what class it returns"
+            )
+        return made
+
+    def make(self, columns: dict[str, Any]) -> Any:
+        """A new environment, of a row where its function asks for columns; None where there are functions alone."""
+        if self.factory is None:
+            return None
+        return self.factory() if inspect.isclass(self.factory) else self.factory(**accepted(self.factory, columns))
+
+    def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
+        """By their names."""
+        own = [] if made is None or self.form != TOOLS else _tools_of(type(made))
+        methods = {each.__name__: getattr(made, each.__name__) for each in own}
+        return methods | {function.__name__: function for function in self.functions}
+
+
+def _tools_of(made: Any) -> list[Callable[..., Any]]:
+    """The public methods of a class but reset and get_reward, in the order in which they are written."""
+    names = [name for each in reversed(made.__mro__[:-1]) for name in vars(each)]
+    return [
+        getattr(made, name)
+        for name in dict.fromkeys(names)
+        if not name.startswith("_") and name not in ("reset", "get_reward", "close") and callable(getattr(made, name))
+    ]
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """As chat templates take it. ValueError in one line where its docstring or its types do not say enough."""
+    from transformers.utils.chat_template_utils import get_json_schema  # here: it takes a second
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(f"{name} cannot be a tool: {' '.join(str(error).split())}") from None
+    return json.loads(json.dumps(schema))
+
+
+def _parts(name: str) -> tuple[str, str]:
+    path, _, function = name.rpartition(":")
+    return path, function
