@@ -5,11 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from infsample_rl.reward.columns import check_columns
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from infsample_rl.data.sources import load_problems
-from infsample_rl.reward.checks import check_reward_functions
+from infsample_rl.reward.checks import check_columns, check_reward_functions
 from infsample_rl.reward.functions import component_names
 from infsample_rl.types import Prompt
 
