@@ -29,7 +29,15 @@ from tests.config.setting_reads import unread_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE = [f"{data}_qwen3_{size}" for data in ("gsm8k", "kk", "math") for size in ("1.7b", "8b")]
-NAMED = ["arithmetic_smollm2", "gsm8k_smollm2", "guess_tiny", "kk_tiny", *LARGE, *(f"{name}_paper" for name in LARGE)]
+NAMED = [
+    "arithmetic_smollm2",
+    "calculator_smollm2",
+    "gsm8k_smollm2",
+    "guess_tiny",
+    "kk_tiny",
+    *LARGE,
+    *(f"{name}_paper" for name in LARGE),
+]
 
 
 def test_experiments_are_the_promised_ones():

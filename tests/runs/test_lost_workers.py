@@ -254,7 +254,7 @@ def test_a_run_whose_ray_is_gone_ends_with_one_line_and_goes_on_when_started_aga
     run = tmp_path / "run"
     target = chaos.Target(command(settings, run), run)
     try:
-        wait_for(lambda: steps_done(run) >= 3, target)
+        wait_for(lambda: steps_done(run) >= 2, target)
         of_ray = {child.name(): child for child in psutil.Process(target.driver.pid).children(recursive=True)}
         if process == "gcs_server":  # without it steps go on for a minute: let none end
             os.kill(wait_for(lambda: first_in(target, "reward", "idle"), target), signal.SIGSTOP)
@@ -263,7 +263,8 @@ def test_a_run_whose_ray_is_gone_ends_with_one_line_and_goes_on_when_started_aga
         output = Path(target._log.name).read_text()
         line = rf"^error: {re.escape(name)} has not answered .*; once Ray is there again, run.resume=auto"
         assert re.search(line, output, re.MULTILINE), output[-3000:]
-        assert process == "raylet" or "stopped after step 3; nothing but the unfinished step is lost" in output
+        saved = f"stopped after step {steps_done(run)}; nothing but the unfinished step is lost"
+        assert process == "raylet" or saved in output, output[-3000:]
         target.start()
         assert target.driver.wait(timeout=400) == 0
     finally:
