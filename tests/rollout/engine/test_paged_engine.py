@@ -243,7 +243,7 @@ def test_a_pool_of_256_mb_is_what_the_process_grows_by():
         assert 0.95 * 256e6 < measured["pool"] <= 256e6
         assert measured["risen"] <= 1.15 * measured["pool"], measured
     assert found[0]["pool"] == found[1]["pool"]
-    assert found[1]["risen"] < 1.02 * found[0]["risen"], found
+    assert found[1]["risen"] < 1.05 * found[0]["risen"], found
 
 
 def test_of_a_part_of_a_gpu_what_others_have_not_taken_yet_is_not_free(monkeypatch):
