@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infsample_rl.commands import chat, evaluate, merge, replay
-from infsample_rl.commands.run_settings import checkpoint_folder, load_run_config, quoted
+from infsample_rl.commands.run_settings import answering_config, checkpoint_folder, load_run_config, quoted
 from infsample_rl.config.loading import load_config
 
 
@@ -58,6 +58,15 @@ def test_what_is_no_checkpoint_is_named(checkpoint, said, run):
 def test_every_command_says_which_checkpoints_there_are(command, run, tmp_path, refused):
     arguments = [f"{run}/checkpoints/step_000099", *([str(tmp_path / "out")] if command is merge else [])]
     assert f"the run has kept: {run}/checkpoints/step_000002" in refused(command.main, *arguments)
+
+
+def test_a_checkpoint_has_its_own_tokenizer_and_template(run):
+    model = "model: {path: /gone, tokenizer_path: /gone, chat_template: /gone.jinja}"
+    (run / "config.yaml").write_text(
+        f"{model}\ndata: {{source: gone.jsonl}}\nreward: {{functions: [{{name: math}}]}}\n"
+    )
+    config = answering_config(f"{run}/checkpoints/step_000004", [], rows=1, max_new_tokens=8)
+    assert (config.model.tokenizer_path, config.model.chat_template) == (None, None)
 
 
 def test_replay_says_what_is_wrong_with_a_run(run, refused):

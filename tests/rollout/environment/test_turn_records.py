@@ -84,5 +84,6 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
     one = fingerprint(EnvironmentConfig(factory=f"{path}:Game"))
     assert fingerprint(EnvironmentConfig(factory=f"{path}:Game", max_turns=3)) == one
     assert fingerprint(EnvironmentConfig(tools=[f"{path}:Game"])) != one
+    assert fingerprint(EnvironmentConfig(factory=f"{path}:Game"), [f"{path}:score"]) != one
     path.write_text("class Game: pass")
     assert fingerprint(EnvironmentConfig(factory=f"{path}:Game")) != one
