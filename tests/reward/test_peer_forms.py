@@ -174,7 +174,8 @@ def test_of_several_turns_trls_form_gets_the_messages_and_a_rule_what_was_said_l
         for index, episode in enumerate(episodes)
     ]
     worker = open_worker("roles", "turns", "seen", {"name": "gsm8k", "weight": 2.0})
-    [found] = worker.score([(prompt_of(trl_row()), completions)])
+    plain = prompt_of({"question": "1 + 2 = ?", "answer": WORKED})  # no list of messages
+    [found] = worker.score([(plain, completions)])
     assert found.failures == []
     assert found.components == {
         "roles": [3.0, 3.0],
