@@ -8,7 +8,16 @@ from typing import Any
 
 from infsample_rl.commands.convert.conversion import SCHEDULES, Conversion, Row
 from infsample_rl.commands.convert.recording import read_flags, read_yaml, trainer_of, words_of
-from infsample_rl.commands.convert.values import choose, local_path, local_paths, not_negative, positive, texts, truth
+from infsample_rl.commands.convert.values import (
+    choose,
+    dictionary,
+    local_path,
+    local_paths,
+    not_negative,
+    positive,
+    texts,
+    truth,
+)
 from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.reward.functions import RULES
@@ -30,6 +39,7 @@ ROWS = (
     Row("fp16", "model.dtype", lambda on: "float16" if truth(on) else None),
     Row("dtype", "model.dtype", lambda name: str(name) if "float16" in str(name) else None),
     Row("dataset_train_split", "data.split", str, "train"),
+    Row("chat_template_kwargs", "data.chat_template_kwargs", dictionary),
     Row("eval_strategy", "run.eval_prompts", lambda _: ALL_PROBLEMS, "no", "eval_strategy"),
     Row("max_prompt_length", "data.long_prompts", lambda longest: "truncate"),
     Row("num_generations", "rollout.group_size", positive, 8),
@@ -69,6 +79,9 @@ WITHOUT_EFFECT = (
 def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of TRL's, and for what is missing."""
     given, code = _read(path, arguments)
+    rows = [line for line in code if line.startswith("train_dataset.")]
+    if rows and not given.get("dataset_name"):
+        raise ValueError(f"{path.name}: {rows[-1]}, here by --dataset_name rows.jsonl behind it")
     given |= given.pop("model_init_kwargs", None) or {}  # of a script or a YAML file: dtype
     for theirs, today in (("nproc_per_node", "num_processes"), ("torch_dtype", "dtype")):
         given |= {today: given.pop(theirs)} if theirs in given else {}
@@ -107,6 +120,8 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     imported = [*made["reward_funcs"], *made.get("tools", []), str(made.get("environment_factory"))]
     if any(".py:" in name for name in imported) and "__name__" not in script.read_text(encoding="utf-8"):
         code.append('the script trains when its functions are imported: put that under `if __name__ == "__main__"`')
+    if given.get("dataset_name") and not record["taken"]:  # the rows that the script makes are in it
+        code = [line for line in code if not line.startswith("train_dataset.")]
     given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags
     return {name: value for name, value in given.items() if name not in record["taken"]}, code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +35,14 @@ def truth(value: Any) -> bool:
 def texts(value: Any) -> list[str]:
     """A list of texts, of one where it is a single value."""
     return [] if value is None else [str(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def dictionary(value: Any) -> dict[str, Any]:
+    """A dictionary, or JSON of one; ValueError otherwise."""
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise ValueError(value)
+    return found
 
 
 def count_rows(file: str) -> int | None:

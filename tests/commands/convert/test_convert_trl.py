@@ -160,6 +160,38 @@ def test_the_quick_start_of_trl_loses_nothing(convert):
     assert "the script trains when its functions are imported" in convert("trl", "quick.py", own).said
 
 
+OPENENV = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+class Count:
+    def reset(self, **kwargs):
+        self.reward = 0.0
+
+    def add(self, amount: int) -> int:
+        self.reward += amount
+
+def counted(environments, **kwargs):
+    return [environment.reward for environment in environments]
+
+if __name__ == "__main__":
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "Count."}]]})
+    args = GRPOConfig(chat_template_kwargs={"enable_thinking": False})
+    GRPOTrainer("a/b", counted, args, rows, environment_factory=Count).train()
+"""
+
+
+def test_an_example_with_an_environment_says_where_its_rows_are_to_be_and_loses_nothing_else(convert, refused):
+    said = refused("trl", "count.py", OPENENV)
+    assert "count.py: train_dataset.from_dict() is not run: save what it makes" in said
+    assert said.endswith("here by --dataset_name rows.jsonl behind it")
+    found = convert("trl", "count.py", OPENENV, "--dataset_name", "rows.jsonl")
+    assert found.functions() == [("count.py:counted", 1.0)] and found.code == 0
+    config = found.config
+    assert config.environment.factory.endswith("count.py:Count") and config.data.source.endswith("rows.jsonl")
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [
