@@ -24,7 +24,7 @@ def _value(node: ast.expr) -> float:
         found: float = OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         found = -_value(node.operand)
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         found = node.value
     else:
         raise ValueError("an expression has numbers, + - * / and parentheses alone")
