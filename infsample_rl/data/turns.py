@@ -127,7 +127,8 @@ class TurnTemplate:
         if re.search(r'{"name": "probe_name", "parameters": ', written):
             return bare_json_calls
         raise ValueError(
-            f"{self._name} writes tool calls in no known form: {' '.join(shown.split())[:160] or 'none at all'}"
+            f"{self._name} writes tool calls in no known form: {' '.join(shown.split())[:160] or 'none at all'}; "
+            "model.chat_template=FILE gives another"
         )
 
     def _xml_calls(self, text: str) -> list[tuple[Any, Any]]:
