@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the experiment calculator_smollm2, in an interpreter that has both: a JSON line a step.
 
-python -m benchmarks.calculator_trl [steps=8] [rows=8] [key=value ...]
+python -m benchmarks.calculator_trl [steps=8] [rows=8]
 
 The same model, chat template, tool, rows in their order, reward, learning rate and lengths. TRL reads calls as Qwen3
 writes them, which is how this template does.
@@ -8,6 +8,7 @@ writes them, which is how this template does.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import tempfile
@@ -30,6 +31,13 @@ class CalculatorOptions:
     steps: int = option(8, "updates", low=1)
     rows: int = option(8, "sequences of a micro-batch", low=1)
 
+    def __post_init__(self) -> None:
+        self.config = load_config(["+experiment=calculator_smollm2", f"run.steps={self.steps}"])
+        if self.config.samples_per_step % self.rows:
+            raise ValueError(f"rows={self.rows} does not divide a step of {self.config.samples_per_step} samples")
+        if importlib.util.find_spec("trl") is None:
+            raise ValueError("TRL is not in this interpreter: make test-all installs it")
+
 
 def run(options: CalculatorOptions) -> int:
     """Train, and print each step's seconds, mean reward and share of samples that called the tool."""
@@ -39,7 +47,7 @@ def run(options: CalculatorOptions) -> int:
     from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 
     torch.set_num_threads(2)
-    config = load_config(["+experiment=calculator_smollm2", f"run.steps={options.steps}"])
+    config = options.config
     tokenizer = load_tokenizer(config.model)
     tokenizer.response_template = chat_template_utils.qwen3_template
     stream = build_train_prompts(config, tokenizer, None)

@@ -3,7 +3,7 @@ record has __slots__, since those that have are pickled field by field in Python
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -119,6 +119,11 @@ class Completion:
     def sampled(self) -> np.ndarray:
         """[tokens] bool: the tokens that the policy drew; the others were observed."""
         return ~np.isnan(self.logprobs)
+
+    @property
+    def outcome(self) -> Episode | None:
+        """Its episode as the driver is told of it: what was said goes to the reward worker alone."""
+        return None if self.episode is None else replace(self.episode, messages=[])
 
     @property
     def num_bytes(self) -> int:

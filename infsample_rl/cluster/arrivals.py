@@ -132,7 +132,7 @@ class MicroGroups:
             policy_version=completions[0].policy_version,
             finished_at=time.time(),
             observed=[int((~completion.sampled).sum()) for completion in completions],
-            episodes=[completion.episode for completion in completions],
+            episodes=[completion.outcome for completion in completions],
         )
         work = RolloutWork(
             prompt_index=prompt.prompt_index,

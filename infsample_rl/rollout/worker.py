@@ -199,6 +199,6 @@ class RolloutWorker:
             forecasts=[completion.forecast for completion in micro_group],
             stays=[completion.stays for completion in micro_group] if with_stays else [],
             observed=[int((~completion.sampled).sum()) for completion in micro_group],
-            episodes=[completion.episode for completion in micro_group],
+            episodes=[completion.outcome for completion in micro_group],
             num_waiting=self.engine.num_waiting,
         )

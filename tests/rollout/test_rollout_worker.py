@@ -16,7 +16,7 @@ from infsample_rl.config import (
 )
 from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
+from infsample_rl.types import Episode, MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,9 @@ def test_headers_and_micro_groups_alternate_and_agree(config):
         assert {completion.prompt_index for completion in group} == {header.prompt_index}
     assert [header.finished_at for header in headers] == sorted(header.finished_at for header in headers)
     assert worker.progress() == worker.stats()["running_steps"] > 0
+    episode = Episode(reward=1.0, failure="", turns=1, calls=0, waited_s=0.0, messages=[{"role": "assistant"}])
+    header = worker._header([replace(groups[0][0], episode=episode)], False)
+    assert header.episodes == [replace(episode, messages=[])], "the driver is sent no texts"
 
 
 def test_a_worker_tells_who_decodes_how_far_and_how_full_its_pool_is(config):
