@@ -145,7 +145,8 @@ def test_every_metric_of_a_run_has_unit_and_meaning(finished):
 
 
 def test_rewards_start_before_their_group_has_ended(finished):
-    assert metrics(finished[0])[1]["timing/reward_lead"] > 0
+    """In one step at least: a group is over in 0.1 s here, and a busy machine may ask for its rewards later."""
+    assert max(row["timing/reward_lead"] for row in metrics(finished[0])[1:]) > 0
 
 
 def test_checkpoint_loads_with_plain_transformers_and_has_moved(finished, tiny_qwen3):
