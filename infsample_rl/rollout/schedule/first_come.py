@@ -18,7 +18,7 @@ FIRST_COME = "first_come"
 class FirstComePolicy(TokenBudgetPolicy):
     """In the place of the policy of `token_budget`."""
 
-    def next_waiting(self, waiting: Sequence[Sample]) -> int:
+    def next_waiting(self, waiting: Sequence[Sample], *, turns: bool = False, parked: float = 1.0) -> int:
         """Who gave way comes first, in the order asked for."""
         return min(
             range(len(waiting)),

@@ -71,6 +71,11 @@ class Parking:
         self.most_pages = most_pages
         self.num_taken = 0
 
+    @property
+    def taken_share(self) -> float:
+        """Of the places there are; 1 where there is none."""
+        return self.num_taken / self.most_pages if self.most_pages else 1.0
+
     def take(self, count: int) -> bool:
         """Take `count` pages, if as many are free."""
         if self.num_taken + count > self.most_pages:

@@ -46,6 +46,7 @@ class Residents:
         self._free_slots = list(range(num_slots))  # ascending
         self._keepers: list[Sample] = []  # samples that wait with the KV of their prefix
         self._rows_left = False  # since the last plan
+        self._has_turns = False  # some sample was away
         self._plan = StepPlan()
         self._places_left = 0  # outside the pool, of what this plan copies back
 
@@ -54,6 +55,7 @@ class Residents:
         self._leave(sample)
         sample.num_kv_tokens, sample.away_since = sample.num_tokens - 1, self.running_steps
         self.away.append(sample)
+        self._has_turns = True
 
     def take_back(self, sample: Sample, observed: int) -> None:
         """A sample that was away has `observed` tokens more, and waits in line for a slot."""

@@ -240,7 +240,8 @@ class StepPlanner(Residents):
                 self.line.append(first)
         if not self.line or self.policy is None:
             return None
-        sample = self.line[self.policy.next_waiting(self.line)]
+        parked = 1.0 if self.parking is None else self.parking.taken_share
+        sample = self.line[self.policy.next_waiting(self.line, turns=self._has_turns, parked=parked)]
         prompt_pages = self._missing_prompt_pages(sample.group)
         missing = self.pool.pages_for(sample.tokens_to_hold) - len(sample.pages) + prompt_pages
         for_responses = (

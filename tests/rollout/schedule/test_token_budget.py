@@ -64,6 +64,15 @@ def test_in_line_are_earlier_groups_then_fresh_samples_then_those_that_lack_fewe
     assert policy.next_waiting([Row(16), Row(9)]) == 1  # two pages each: then most work left
 
 
+def test_samples_with_turns_get_on_evenly_whatever_their_group_while_there_is_room_outside_the_pool():
+    policy = TokenBudgetPolicy(8, 100)
+    waiting = [Row(30), Row(10, group_id=1), Row(50, predicted=60)]
+    assert policy.next_waiting(waiting, turns=True, parked=0.5) == 1
+    assert policy.next_waiting([*waiting, Row(0, group_id=2)], turns=True, parked=0.5) == 3
+    assert policy.next_waiting(waiting, turns=True, parked=0.51) == 0
+    assert policy.next_waiting(waiting[:2], parked=0.5) == 0
+
+
 def test_pages_are_taken_from_the_latest_group_then_least_work_left():
     policy = TokenBudgetPolicy(1, 100)
     rows = [Row(30, 0, 0), Row(10, 0, 1), Row(20, 0, 2)]
