@@ -26,6 +26,20 @@ ENGINE_COLUMNS = {
     "c1": "c1 ms/row",
     "c2": "c2 us/parked",
 }
+TURNS_COLUMNS = {
+    "name": "name",
+    "seconds": "s",
+    "ratio_said": "first / this",
+    "tokens_per_s": "sampled tokens/s",
+    "trajectories": "trajectories",
+    "turns": "turns each",
+    "tokens": "sampled tokens",
+    "running_steps": "steps",
+    "recomputed_tokens": "computed again",
+    "parked_tokens": "parked",
+    "kv_pool_bytes": "KV pool MB",
+    "peak_memory_bytes": "peak MB",
+}
 MEMORY_COLUMNS = {
     "name": "name",
     "group_size": "G",

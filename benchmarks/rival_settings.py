@@ -89,14 +89,18 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
 
     ample = blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1) + 1
     budget = options.kv_budget_tokens() // VLLM_BLOCK
-    # Seen on CPU: compiled with free threads (nobind) is fastest; compiling with bound ones (auto) took over nine
-    # minutes; in eager mode either binding can win.
-    tried = [(True, "auto"), (False, "nobind")] if facts["device"] == "cpu" else [(False, None), (True, None)]
-    variants = [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
+    variants = vllm_variants(facts["device"])
     return [
         Measurement("vllm", [variant | {"num_blocks": ample} for variant in variants]),
         Measurement("vllm/equal_kv", [variant | {"num_blocks": budget} for variant in variants]),
     ]
+
+
+def vllm_variants(device: str) -> list[dict[str, Any]]:
+    """How vLLM may be started. Seen on CPU: compiled with free threads (nobind) is fastest; compiling with bound ones
+    (auto) took over nine minutes; in eager mode either binding can win."""
+    tried = [(True, "auto"), (False, "nobind")] if device == "cpu" else [(False, None), (True, None)]
+    return [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
 
 
 def on_vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
@@ -140,10 +144,12 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
         "random_weights": workload["shape"] is not None,
         "prompts": facts["prompts"],
         "lengths": workload.get("lengths"),
+        "trajectories": workload.get("trajectories"),
+        "words": workload.get("words"),
         "stop_ids": facts["stop_ids"],
         "block_size": VLLM_BLOCK,
         "num_blocks": blocks,
-        "max_num_seqs": workload["group_size"],
+        "max_num_seqs": workload["group_size"] * len(facts["prompts"]),
         "enforce_eager": settings["enforce_eager"],
     }
     # Without its folder on the path: vLLM's imports would find our report.py and models.py there (Python 3.11 or

@@ -6,8 +6,10 @@ vllm_rival.py SPEC RESULT, both JSON: a string, and the file to write. The calle
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -23,17 +25,76 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds, lengths, engine steps and memory of a run after a full one that warms up."""
     imported = _status_bytes(os.getpid(), "VmRSS")
     llm = _new_vllm(spec)
+    if spec["trajectories"]:
+        return _take_turns(llm, spec, imported)
     _run(llm.llm_engine, spec, "warm")
     preempted = _preempted(llm)
     seconds, lengths, steps = _run(llm.llm_engine, spec, "timed")
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        peak = total - free  # its allocator gives nothing back
-    else:  # each process of the engine, less the imports, which are about the same in all
-        peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
-    found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": peak}
+    found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": _peak(imported)}
     found["preemptions"] = _preempted(llm) - preempted
     return found | {"vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def _take_turns(llm: Any, spec: dict[str, Any], imported: int) -> dict[str, Any]:
+    """As main(), of trajectories; the run that warms up is of the first of each prompt, without waits."""
+    each = spec["group_size"]
+    first = [one | {"seconds": [0.0] * len(one["seconds"])} for one in spec["trajectories"][::each]]
+    _run_turns(llm.llm_engine, spec | {"trajectories": first}, "warm")
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be emptied after the run that warms up")
+    preempted = _preempted(llm)
+    found = _run_turns(llm.llm_engine, spec, "timed") | {"peak_memory_bytes": _peak(imported)}
+    found["preemptions"] = _preempted(llm) - preempted
+    return found | {"vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def _peak(imported: int) -> int:
+    """Bytes: what the device has given away, else those of each process of the engine, less the imports, which are
+    about the same in all."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free  # its allocator gives nothing back
+    return sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
+
+
+def _run_turns(engine: Any, spec: dict[str, Any], name: str) -> dict[str, Any]:
+    """Seconds, tokens and engine steps of trajectories, each turn a request that is sent once its observation is there;
+    `recomputed_tokens`: of requests, those that were computed before and not found in the prefix cache."""
+    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "detokenize": False}
+    plain |= {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    trajectories = spec["trajectories"]
+    ids = [list(spec["prompts"][each["prompt"]]) for each in trajectories]
+    turns, known = [0] * len(ids), [0] * len(ids)  # that have ended; tokens that were computed
+    started, steps, recomputed, left = time.perf_counter(), 0, 0, len(ids)
+    due = [(0.0, index) for index in range(left)]
+    while left:
+        now = time.perf_counter() - started
+        while due and due[0][0] <= now:
+            index = heapq.heappop(due)[1]
+            length = trajectories[index]["lengths"][turns[index]]
+            params = vllm.SamplingParams(max_tokens=length, **plain)
+            engine.add_request(f"{name}-{index}-{turns[index]}", {"prompt_token_ids": list(ids[index])}, params)
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, due[0][0] - now))
+            continue
+        steps += 1
+        for output in engine.step():
+            if not output.finished:
+                continue
+            index = int(output.request_id.split("-")[1])
+            recomputed += max(0, known[index] - (output.num_cached_tokens or 0))
+            ids[index] += output.outputs[0].token_ids
+            known[index], turn = len(ids[index]) - 1, turns[index]
+            turns[index] += 1
+            if turns[index] == len(trajectories[index]["lengths"]):
+                left -= 1
+                continue
+            dice = random.Random(f"{index}/{turn}")
+            ids[index] += dice.choices(range(*spec["words"]), k=trajectories[index]["observed"][turn])
+            heapq.heappush(due, (time.perf_counter() - started + trajectories[index]["seconds"][turn], index))
+    seconds = time.perf_counter() - started
+    lengths = [sum(each["lengths"]) for each in trajectories]
+    return {"seconds": seconds, "lengths": lengths, "running_steps": steps, "recomputed_tokens": recomputed}
 
 
 def _new_vllm(spec: dict[str, Any]) -> Any:

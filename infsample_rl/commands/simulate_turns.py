@@ -35,6 +35,7 @@ OBSERVATION_TOKENS, OBSERVATION_SIGMA = 169, 1.7137  # so that 1 % are above 9,1
 # so that 86 % are below 1 s and 95 % below 10 s
 TOOL_MU, TOOL_SIGMA = -4.4056, 4.0784
 PROMPT_TOKENS = 1000
+SHORTEST_CAP = 256  # tokens; hardly a trajectory that is drawn is shorter
 COLUMNS = {
     "name": ("schedule", ""),
     "seconds": ("s", ",.0f"),
@@ -56,7 +57,7 @@ class TurnOptions:
     prompts: int = option(4, "of generated ones", low=1)
     group_size: int = option(64, "G, of generated ones", low=1)
     trajectories: float = option(4.0, "full trajectories of cap tokens in the KV pool, beside the prompts", low=1)
-    cap: int = option(32768, "most tokens of a trajectory; generated ones above it are drawn again", low=256)
+    cap: int = option(32768, "most tokens of a trajectory; generated ones above it are drawn again", low=SHORTEST_CAP)
     page_size: int = option(16, "tokens of a KV page", low=1)
     longest_tool: float = option(30.0, "seconds at which generated tools are cut", above=0)
     noise: list[float] = option(
