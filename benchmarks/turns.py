@@ -47,6 +47,8 @@ class TurnsOptions(Workload):
     def __post_init__(self) -> None:
         if self.vllm_python is not None and shutil.which(self.vllm_python) is None:
             raise ValueError(f"rivals.vllm_python={self.vllm_python}: there is no such interpreter")
+        if self.vllm_python is not None and self.shape is not None:
+            raise ValueError(f"rivals.vllm_python needs a model, got shape={self.shape}")
         if self.max_new_tokens * self.scale < SHORTEST_CAP:
             raise ValueError(
                 f"max_new_tokens={self.max_new_tokens} x scale={self.scale} must be >= {SHORTEST_CAP}: hardly a "

@@ -20,6 +20,9 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
+PLAIN = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "detokenize": False}
+PLAIN |= {"output_kind": RequestOutputKind.FINAL_ONLY}
+
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds, lengths, engine steps and memory of a run after a full one that warms up."""
@@ -60,8 +63,7 @@ def _peak(imported: int) -> int:
 def _run_turns(engine: Any, spec: dict[str, Any], name: str) -> dict[str, Any]:
     """Seconds, tokens and engine steps of trajectories, each turn a request that is sent once its observation is there;
     `recomputed_tokens`: of requests, those that were computed before and not found in the prefix cache."""
-    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "detokenize": False}
-    plain |= {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    plain = PLAIN | {"ignore_eos": True}
     trajectories = spec["trajectories"]
     ids = [list(spec["prompts"][each["prompt"]]) for each in trajectories]
     turns, known = [0] * len(ids), [0] * len(ids)  # that have ended; tokens that were computed
@@ -132,17 +134,15 @@ def _run(engine: Any, spec: dict[str, Any], name: str) -> tuple[float, list[int]
 def _requests(spec: dict[str, Any]) -> Iterator[tuple[list[int], Any]]:
     """Prompts with their sampling: one of each for its whole group, or, where `lengths` are to be those of another
     engine, one for every sample."""
-    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "detokenize": False}
-    plain["output_kind"] = RequestOutputKind.FINAL_ONLY
     size, ends = spec["group_size"], not spec["ignore_eos"]
     stop_ids = spec["stop_ids"] if ends else None
     for index, prompt in enumerate(spec["prompts"]):
         if spec["lengths"]:
             for length in spec["lengths"][index * size : (index + 1) * size]:
-                yield prompt, vllm.SamplingParams(max_tokens=length, ignore_eos=True, **plain)
+                yield prompt, vllm.SamplingParams(max_tokens=length, ignore_eos=True, **PLAIN)
         else:
             asked = {"max_tokens": spec["max_new_tokens"], "ignore_eos": not ends, "stop_token_ids": stop_ids}
-            yield prompt, vllm.SamplingParams(n=size, **asked, **plain)
+            yield prompt, vllm.SamplingParams(n=size, **asked, **PLAIN)
 
 
 def _preempted(llm: Any) -> int:

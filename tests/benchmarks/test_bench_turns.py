@@ -72,6 +72,7 @@ def test_the_budget_is_whole_blocks_of_vllm():
     [
         ("rivals.vllm_python=nowhere/python", "nowhere/python: there is no such interpreter"),
         ("scale=0", "scale=0: must be >= 1"),
+        ("rivals.vllm_python=python3 shape=qwen3_1.7b", "rivals.vllm_python needs a model, got shape=qwen3_1.7b"),
         ("max_new_tokens=16 scale=8", "max_new_tokens=16 x scale=8 must be >= 256"),
     ],
 )

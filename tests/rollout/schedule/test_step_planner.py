@@ -136,3 +136,31 @@ def test_who_comes_back_is_not_preempted_for_the_prompt_of_another(parks):
         )
         run(planner, lengths)
         assert not (parks and planner.recomputed_tokens), "prompts that give way are parked as samples are"
+
+
+@pytest.mark.parametrize(("places", "first"), [(None, 0), (10, 0), (1000, 1)])
+def test_of_two_that_come_back_the_shorter_one_goes_first_while_places_outside_the_pool_are_free(places, first):
+    """Two prompts of one sample, one row; the first sample has 30 tokens, the second 6, and 6 places are taken."""
+    settings = GroupSettings("arrival", 1, 1)
+    groups = [PromptGroup(index, [0] * 4, [0], settings, lambda _: 0) for index in range(2)]
+    planner = StepPlanner(
+        groups,
+        KVPool(40, 4),
+        num_slots=1,
+        prompts_at_once=2,
+        max_new_tokens=100,
+        policy=TokenBudgetPolicy(4, 100, parks=True),
+        parking=None if places is None else Parking(places),
+    )
+    for tokens in (30, 6):
+        for _ in range(tokens):
+            (sample,) = planner.next_step().rows
+            planner.end_step([])
+        planner.send_away(sample)
+        planner.end_step([])
+    if planner.parking is not None:
+        assert planner.parking.take(6)
+    for sample in list(planner.away):
+        planner.take_back(sample, 1)
+    (sample,) = planner.next_step().rows
+    assert sample.group is groups[first]
