@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_turns_and_observations_are_those_of_the_script_and_ends_take_their_time
     followed, script = benchmark._trajectories(), options.script()
     assert [each["prompt"] for each in followed] == [0, 0, 1, 1] and record["trajectories"] == 4
     assert record["tokens"] == sum(sum(each["lengths"]) for each in followed) and record["recomputed_tokens"] == 0
+    assert all(sum(each["observed"]) <= 96 + len(each["observed"]) for each in script)
     waited = []
     for each, planned in zip(followed, script, strict=True):
         between = len(each["lengths"]) - 1
@@ -45,11 +47,8 @@ def test_turns_and_observations_are_those_of_the_script_and_ends_take_their_time
 
 
 def test_observations_are_the_same_ids_everywhere_and_of_the_words_that_are_told():
-    class Group:
-        prompt_index = 1
-
     class Row:
-        group, sample_index, tokens = Group(), 1, [7, 8]
+        group, sample_index, tokens = SimpleNamespace(prompt_index=1), 1, [7, 8]
 
     script = [{"observed": [], "seconds": []}] * 3 + [{"observed": [3], "seconds": [0.0]}]
     answering = turns_point.ScriptedTurns(script, 2, [50, 60])
@@ -60,6 +59,17 @@ def test_observations_are_the_same_ids_everywhere_and_of_the_words_that_are_told
     answering.end(Row(), "stop")
     (answer,) = answering.take(wait_s=0.0)
     assert answer.episode.turns == 2 and answering.lengths[3] == [2, 1]
+
+
+def test_a_trajectory_whose_observation_has_no_room_ends_with_the_turns_that_it_has():
+    class Row:
+        group, sample_index, tokens = SimpleNamespace(prompt_index=0), 0, [7, 8]
+
+    answering = turns_point.ScriptedTurns([{"observed": [3, 3], "seconds": [0.0, 0.0]}], 1, [50, 60])
+    answering.end(Row(), "stop")
+    answering.take(wait_s=0.0)
+    answering.end(Row(), "length")
+    assert answering.take(wait_s=0.0)[0].episode.turns == 1 and answering.lengths == [[2]]
 
 
 def test_the_budget_is_whole_blocks_of_vllm():
