@@ -43,7 +43,7 @@ from infsample_rl.controller.checks import check_turns
 from infsample_rl.controller.openings import Openings
 from infsample_rl.controller.step_records import episode_record
 from infsample_rl.data.prompts import build_eval_prompts
-from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.data.turns import templates_of
 from infsample_rl.model.architecture import context_of
 from infsample_rl.model.tokenizer import load_tokenizer, read_response
 from infsample_rl.reward.checks import check_columns, check_reward_functions
@@ -138,8 +138,8 @@ def evaluate(
     if environments is not None:
         kwargs, stops = config.data.chat_template_kwargs, engine.stop_token_ids
         starts = {index: prompt.start for index, prompt in enumerate(prompts) if prompt.start is not None}
-        template = TurnTemplate.of(tokenizer, kwargs, environments.tools, stops)
-        turns = Episodes(environments, template, config.environment, starts)
+        templates = templates_of(tokenizer, kwargs, environments.tools, stops)
+        turns = Episodes(environments, templates, config.environment, starts)
     worker = RewardWorker(config)
     try:
         with ThreadPoolExecutor(1) as scorer:

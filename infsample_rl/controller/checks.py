@@ -24,8 +24,9 @@ from infsample_rl.controller.start_table import (
     sampling_warnings,
     setting_warnings,
 )
+from infsample_rl.data.chat import NO_TOOLS, Tools
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
-from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.data.turns import templates_of
 from infsample_rl.learner.optimizer import check_optimizer
 from infsample_rl.model.architecture import check_full_attention, context_of, last_hidden_size
 from infsample_rl.model.disk import check_disk_folder
@@ -236,10 +237,10 @@ def _check_this_machine(config: Config) -> None:
 
 def check_turns(
     config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, host: EnvironmentHost | None
-) -> list[dict[str, Any]]:
+) -> Tools:
     """The tools that prompts offer. ValueError for a chat template that cannot go on with a trajectory."""
     if host is None:
-        return []
+        return NO_TOOLS
     if config.rollout.stop_strings:
         raise ValueError("rollout.stop_strings must be empty with an environment, whose turns end with a stop token")
     if config.objective.turn_credit == "turn" and host.form != "actions":
@@ -249,7 +250,7 @@ def check_turns(
         )
     stops = stop_ids_of(load_generation_config(config.model, architecture), tokenizer, config.rollout.stop_token_ids)
     for data in config.data.parts.values():
-        TurnTemplate.of(tokenizer, data.chat_template_kwargs, host.tools, stops)
+        templates_of(tokenizer, data.chat_template_kwargs, host.tools, stops)
     return host.tools
 
 

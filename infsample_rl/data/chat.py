@@ -8,25 +8,32 @@ import inspect
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
 
 from infsample_rl.config import DataConfig
+from infsample_rl.config.environment import NAMELESS, of_row
 from infsample_rl.data.fields import BadRow, Problem
 from infsample_rl.data.rows import first_rows, one_line, report_bad_rows
 from infsample_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
-Tools = Sequence[dict[str, Any]]  # the schemas that a chat template takes
+Schemas = Sequence[dict[str, Any]]  # of tools, as a chat template takes them
+Tools = Mapping[str, Schemas]  # by the names of environments
+NO_TOOLS: Tools = {NAMELESS: ()}
 
 
-def render(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools = ()) -> Prompt:
+def render(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools = NO_TOOLS) -> Prompt:
     """One problem as a prompt, whatever its length. BadRow when the template refuses it or nothing is left of it."""
     messages = chat_messages(problem, data)
-    text, token_ids = _rendered(messages, tokenizer, data, tools)
+    try:
+        offered = of_row(tools, problem.columns)
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    text, token_ids = _rendered(messages, tokenizer, data, offered)
     if not token_ids:
         raise BadRow("renders to no token")
     return Prompt(
@@ -49,7 +56,7 @@ def with_opening(
         last = messages[_last_user(messages)]
         last["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
     try:
-        text, token_ids = _rendered(messages, tokenizer, data, tools)
+        text, token_ids = _rendered(messages, tokenizer, data, of_row(tools, prompt.columns))
     except BadRow as error:
         raise ValueError(f"row {prompt.row} with what its environment says {error}") from None
     if len(token_ids) > data.max_prompt_tokens:
@@ -60,7 +67,9 @@ def with_opening(
     return dataclasses.replace(prompt, messages=messages, text=text, token_ids=np.asarray(token_ids, dtype=np.int32))
 
 
-def _rendered(messages: list[dict[str, str]], tokenizer: Any, data: DataConfig, tools: Tools) -> tuple[str, list[int]]:
+def _rendered(
+    messages: list[dict[str, str]], tokenizer: Any, data: DataConfig, tools: Schemas
+) -> tuple[str, list[int]]:
     """Messages as text and its tokens. BadRow when the template refuses them."""
     if is_plain(tokenizer, data):
         text = "\n\n".join(message["content"] for message in messages)
@@ -75,7 +84,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: Any, data: DataConfig, 
     return text, _token_ids(text, tokenizer, data)
 
 
-def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig, tools: Tools = ()) -> list[Prompt]:
+def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig, tools: Tools = NO_TOOLS) -> list[Prompt]:
     """All problems as prompts, prompt_index counting up; those above data.max_prompt_tokens raise, go, or lose the
     start of their question. ValueError for a misspelt keyword of the template, and for bad rows as data.bad_rows says.
     """

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from infsample_rl.config import Config, DataConfig
-from infsample_rl.data.chat import Tools, render_all
+from infsample_rl.data.chat import NO_TOOLS, Tools, render_all
 from infsample_rl.data.sources import load_problems
 from infsample_rl.types import Prompt
 
@@ -133,7 +133,9 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, source: int
     return np.random.RandomState([seed, epoch, source] if source else [seed, epoch]).permutation(num_rows)
 
 
-def build_train_prompts(config: Config, tokenizer: Any, context_length: int | None, tools: Tools = ()) -> PromptStream:
+def build_train_prompts(
+    config: Config, tokenizer: Any, context_length: int | None, tools: Tools = NO_TOOLS
+) -> PromptStream:
     """Load, render and check all training prompts. `context_length`: the model's, none when it has no bound. `tools`:
     what the chat template offers the model.
 
@@ -153,7 +155,9 @@ def build_train_prompts(config: Config, tokenizer: Any, context_length: int | No
     return PromptStream(sources, weights, data=config.data, seed=config.run.seed)
 
 
-def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | None, tools: Tools = ()) -> list[Prompt]:
+def build_eval_prompts(
+    config: Config, tokenizer: Any, context_length: int | None, tools: Tools = NO_TOOLS
+) -> list[Prompt]:
     """The first run.eval_prompts prompts of data.eval_source, of each where there are several data.sources, in its
     order; none without one. Checked like the training prompts."""
     count, found = config.run.eval_prompts, list[Prompt]()

@@ -192,6 +192,13 @@ def bare_json_calls(text: str) -> list[tuple[Any, Any]]:
     return [_named(body, "parameters")] if body.startswith('{"name"') else []
 
 
+def templates_of(
+    tokenizer: Any, kwargs: Mapping[str, Any], tools: Mapping[str, Sequence[Schema]], stop_token_ids: Collection[int]
+) -> dict[str, TurnTemplate]:
+    """By the names of environments. As TurnTemplate.of."""
+    return {name: TurnTemplate.of(tokenizer, kwargs, schemas, stop_token_ids) for name, schemas in tools.items()}
+
+
 def assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
     """A turn as a message of a chat, from its text without special tokens; with calls, the content is what stands
     before them."""

@@ -6,38 +6,42 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
-from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.config.environment import NAME_COLUMN, NAMELESS, EnvironmentConfig, of_row
 from infsample_rl.reward.environment_forms import accepted, acts, begins, plays
 from infsample_rl.reward.functions import load_function
 from infsample_rl.reward.policy_endpoint import check_network
-from infsample_rl.reward.user_function import describe_error, import_name
+from infsample_rl.reward.user_function import describe_error, given_to_trainer, import_name
 
 TOOLS, ACTIONS, PROGRAM = "tools", "actions", "program"
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Environments that one class or function makes, or plain functions as the tools of one without a state."""
+
+    factory: Callable[..., Any] | None
+    form: str  # TOOLS, ACTIONS or PROGRAM
+    schemas: list[dict[str, Any]]  # of its tools, as chat templates take them
+
+
 class Maker:
-    """Makes environments of a user's class, or gives plain functions as the tools of one without a state."""
+    """Makes environments of what a user's setting names."""
 
     def __init__(self, config: EnvironmentConfig, functions: Mapping[str, RewardFunctionConfig]) -> None:
         """Imports the files. ValueError in one line for what is not there, or is in neither form."""
-        self.path = (config.factory or config.tools[0]).rpartition(":")[0]
-        self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
+        self.path = config.files[0]
         self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
-        made: Any = self.factory
-        if self.factory is not None and not inspect.isclass(self.factory):
-            made = self._first(self.factory)
-        self.form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
-        if made is not None and not begins(made):
-            raise ValueError(f"environment.factory={config.factory} has no method reset")
-        if self.form == PROGRAM:
-            if len(accepted(made.rollout, {"base_url": "", "api_key": ""})) < 2:
-                raise ValueError(f"environment.factory={config.factory}: rollout must take base_url and api_key")
-            check_network()
-        if self.form != TOOLS and self.functions:
-            raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}: it has turns")
+        found = _factory(config)
+        named = found if isinstance(found, dict) else {NAMELESS: found}
+        self.kinds = {str(name): self._kind(factory, _label(config, name)) for name, factory in named.items()}
+        forms = {name: kind.form for name, kind in self.kinds.items()}
+        if len(set(forms.values())) != 1:
+            raise ValueError(f"environment.factory={config.factory}: all must be of one form, got {forms or 'none'}")
+        self.form = next(iter(forms.values()))
         loaded = {name: load_function(function) for name, function in functions.items()}
         self.scoring = {name: function for name, function in loaded.items() if function.form == "environments"}
         if self.form != TOOLS and self.scoring:
@@ -45,10 +49,47 @@ class Maker:
                 f"reward.functions: {next(iter(self.scoring))} takes environments with tools; "
                 f"environment.factory={config.factory} has turns, and rewards them itself"
             )
-        methods = [] if made is None or self.form != TOOLS else _tools_of(made)
-        self.schemas = [_schema(function) for function in (*methods, *self.functions)]
-        if self.form == TOOLS and not self.schemas:
-            raise ValueError(f"environment.factory={config.factory} has no public method as a tool, step or rollout")
+        self.schemas = {name: kind.schemas for name, kind in self.kinds.items()}
+
+    def make(self, columns: dict[str, Any]) -> Any:
+        """A new environment of a row; None where there are functions alone."""
+        factory = of_row(self.kinds, columns).factory
+        if factory is None:
+            return None
+        return factory() if inspect.isclass(factory) else factory(**accepted(factory, columns))
+
+    def given(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """What of a row reset gets: the name that chose its environment is not for it."""
+        chose = () if NAMELESS in self.kinds else (NAME_COLUMN,)
+        return {name: value for name, value in columns.items() if name not in chose}
+
+    def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
+        """By their names."""
+        own = [] if made is None or self.form != TOOLS else _tools_of(type(made))
+        methods = {each.__name__: getattr(made, each.__name__) for each in own}
+        return methods | {function.__name__: function for function in self.functions}
+
+    def _kind(self, factory: Any, label: str) -> Kind:
+        """ValueError for what is in neither form; it is called `label`."""
+        made: Any = factory
+        if factory is not None and not inspect.isclass(factory):
+            if not callable(factory):
+                raise ValueError(f"{label} is neither a class nor a function")
+            made = self._first(factory)
+        form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
+        if made is not None and not begins(made):
+            raise ValueError(f"{label} has no method reset")
+        if form == PROGRAM:
+            if len(accepted(made.rollout, {"base_url": "", "api_key": ""})) < 2:
+                raise ValueError(f"{label}: rollout must take base_url and api_key")
+            check_network()
+        if form != TOOLS and self.functions:
+            raise ValueError(f"environment.tools cannot be beside {label}: it has turns")
+        methods = [] if made is None or form != TOOLS else _tools_of(made)
+        schemas = [_schema(function) for function in (*methods, *self.functions)]
+        if form == TOOLS and not schemas:
+            raise ValueError(f"{label} has no public method as a tool, step or rollout")
+        return Kind(factory, form, schemas)
 
     def _first(self, factory: Callable[..., Any]) -> Any:
         """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
@@ -67,17 +108,16 @@ class Maker:
             )
         return made
 
-    def make(self, columns: dict[str, Any]) -> Any:
-        """A new environment, of a row where its function asks for columns; None where there are functions alone."""
-        if self.factory is None:
-            return None
-        return self.factory() if inspect.isclass(self.factory) else self.factory(**accepted(self.factory, columns))
 
-    def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
-        """By their names."""
-        own = [] if made is None or self.form != TOOLS else _tools_of(type(made))
-        methods = {each.__name__: getattr(made, each.__name__) for each in own}
-        return methods | {function.__name__: function for function in self.functions}
+def _factory(config: EnvironmentConfig) -> Any:
+    """What environment.factory names: a class, a function, or a dictionary of them; None where it names nothing."""
+    if config.script:
+        return given_to_trainer(config.script, "environment_factory", "environment.factory")
+    return None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
+
+
+def _label(config: EnvironmentConfig, name: str) -> str:
+    return f"environment.factory={config.factory}{f', {name!r},' if name != NAMELESS else ''}"
 
 
 def _tools_of(made: Any) -> list[Callable[..., Any]]:

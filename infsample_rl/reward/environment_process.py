@@ -6,7 +6,8 @@ JSON, so that the host unpickles nothing a user's code could have made.
 
     host                                    this process
     EnvironmentConfig, functions    ->      those of reward.functions that may take environments, by name
-                                    <-      {"pid": ..., "form": "tools", "tools": [schema, ...]} or {"error": "..."}
+                                    <-      {"pid": ..., "form": "tools", "tools": {NAME: [schema, ...]}} or {"error":
+                                            "..."}
     a socket                        ->      a fork, which talks through it:
     ("reset", seed, columns, the prompt's messages where they are what another said, else None)
                                     ->
@@ -31,6 +32,7 @@ import inspect
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import struct
@@ -101,7 +103,9 @@ def serve(host: socket.socket, maker: Maker) -> None:
             if what == "reset":
                 reply(host.fileno(), {})  # so that the system tells the host whom it talks with
                 columns = given[1]
+                _seed_globally(given[0])
                 made = maker.make(columns)
+                given[1] = maker.given(columns)
                 tools, actor = maker.tools(made), acting(made, call) if maker.form != TOOLS else None
                 reply(host.fileno(), _opening(call, made, actor, *given))
             elif what == "call":
@@ -117,6 +121,13 @@ def serve(host: socket.socket, maker: Maker) -> None:
             reply(host.fileno(), {"failed": without_values(describe_error(error, os.path.abspath(maker.path)))})
     sys.stdout.flush()
     os._exit(0)
+
+
+def _seed_globally(seed: int) -> None:
+    """For environments that draw from the process's own generators: forks of one server would all draw the same."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def _be_called(name: bytes) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config, RewardFunctionConfig
-from infsample_rl.reward.functions import component_names, kind_of
+from infsample_rl.reward.functions import component_names, files_of, kind_of
 from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
@@ -48,8 +48,7 @@ class EnvironmentServer:
         """Import the user's files there, of the interpreter `python`; ValueError in one line when they cannot be
         had."""
         own, functions = config.environment, environment_functions(config)
-        files = [RewardFunctionConfig(name=name) for name in filter(None, [own.factory, *own.tools])]
-        files += functions.values()
+        files = [*own.files, *files_of(functions.values())]
         isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
         path = sys.path
         if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
@@ -80,7 +79,7 @@ class EnvironmentServer:
             self.close()
             raise ValueError(started["error"])
         self.form: str = started["form"]
-        self.tools: list[dict[str, Any]] = started["tools"]
+        self.tools: dict[str, list[dict[str, Any]]] = started["tools"]
 
     def hand_over(self, line: socket.socket) -> None:
         """Let a new fork of it serve this line. OSError where it is gone."""

@@ -11,7 +11,7 @@ import importlib
 import math
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -75,6 +75,11 @@ def kind_of(name: str) -> str:
         f"reward.functions: unknown name {name!r}; give {', '.join(RULES)}, judge, path/to/file.py:function or "
         f"model:<folder or hub name>{f'; did you mean {nearest[0]}?' if nearest else ''}"
     )
+
+
+def files_of(functions: Iterable[RewardFunctionConfig]) -> list[str]:
+    """Of the user's functions among them."""
+    return [function.name.rpartition(":")[0] for function in functions if kind_of(function.name) == "user"]
 
 
 def component_names(functions: list[RewardFunctionConfig]) -> list[str]:

@@ -12,11 +12,11 @@ import os
 import resource
 import site
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infsample_rl.config.reward import ISOLATIONS, RewardConfig, RewardFunctionConfig
+from infsample_rl.config.reward import ISOLATIONS, RewardConfig
 from infsample_rl.reward.linux_sandbox import keep_out_of_other_processes, sandbox
 
 # What programs and libraries need of an environment; nothing here holds a key.
@@ -46,8 +46,9 @@ class Isolation:
     most_processes: int = 1000  # it and all below it, what earlier calls left behind among them
 
 
-def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) -> Isolation:
-    """What the reward settings say; ValueError in one line for what is not there or cannot be done here."""
+def isolation_of(reward: RewardConfig, files: Sequence[str]) -> Isolation:
+    """What the reward settings say, for the user's files. ValueError in one line for what is not there or cannot be
+    done here."""
     if reward.isolation != "none" and not sys.platform.startswith("linux"):
         raise ValueError(
             f"reward.isolation={reward.isolation} needs Linux, this is {sys.platform}; set reward.isolation=none"
@@ -64,7 +65,7 @@ def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) ->
         memory_limit=reward.memory_limit,
         memory_bytes=reward.memory_bytes,
         environment=reward.environment,
-        read=[*_READABLE, *_python_folders(), *_function_folders(functions), *reward.read_paths] if is_sandbox else [],
+        read=[*_READABLE, *_python_folders(), *_folders_of_files(files), *reward.read_paths] if is_sandbox else [],
         write=["/dev/null"] if is_sandbox else [],
     )
 
@@ -123,10 +124,9 @@ def package_path() -> list[str]:
     return [] if root.name in ("site-packages", "dist-packages") else [str(root)]
 
 
-def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
+def _folders_of_files(files: Sequence[str]) -> list[str]:
     """The folders of the users' files, which may import what stands beside them."""
-    files = [function.name.rpartition(":")[0] for function in functions]
-    folders = [str(Path(path).resolve().parent) for path in files if path.endswith(".py")]
+    folders = [str(Path(path).resolve().parent) for path in files]
     for folder in filter(holds_home, folders):
         raise ValueError(
             f"reward.isolation=sandbox lets functions read their own folder, but {folder} holds your home; move the "

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.functions import files_of
 from infsample_rl.reward.isolation import environment_of, isolation_of
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
@@ -59,7 +60,7 @@ class FunctionProcess:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start it; ValueError in one line when a function cannot be loaded or reward.isolation cannot be had."""
-        isolation = isolation_of(reward, functions)
+        isolation = isolation_of(reward, files_of(functions))
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
         # its own session: Ctrl-C is left to the parent
         self._keeper = subprocess.Popen(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import inspect
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.reward.hidden_values import without_values
+from infsample_rl.reward.trl_stand_ins import Run, StandIns, TrainerReached, begin
 
 
 def import_function(path: str, name: str) -> Callable[..., Any]:
@@ -20,16 +25,15 @@ def import_function(path: str, name: str) -> Callable[..., Any]:
     return import_name(path, name, "reward.functions")
 
 
-def import_name(path: str, name: str, setting: str) -> Callable[..., Any]:
+def import_name(path: str, name: str, setting: str) -> Any:
     """What a setting names of the file `path`, imported under a private module name: a function, or of
-    environment.factory a class, or what makes one's instances. ValueError in one line if it cannot be had."""
+    environment.factory a class, what makes one's instances, or a dictionary of such. ValueError in one line if it
+    cannot be had."""
     kind, is_kind = ("class", inspect.isclass) if setting == "environment.factory" else ("function", inspect.isfunction)
-    if not os.path.isfile(path):
-        folder = os.path.dirname(path) or "."
-        there = [entry for entry in os.listdir(folder) if entry.endswith(".py")] if os.path.isdir(folder) else []
-        raise ValueError(f"{setting}: no file {path}{_nearest(os.path.basename(path), there)}")
     module = _import_file(path, setting)
     found = vars(module).get(name)
+    if isinstance(found, dict) and kind == "class":
+        return found
     if not callable(found) or (inspect.isclass(found) and kind == "function"):
         own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
         plural = "classes" if kind == "class" else "functions"
@@ -38,24 +42,58 @@ def import_name(path: str, name: str, setting: str) -> Callable[..., Any]:
     return found
 
 
+def given_to_trainer(words: list[str], name: str, setting: str) -> Any:
+    """What the TRL script of these words, run up to its trainer's train(), gives the trainer as `name`. TRL is stood in
+    for; all else is the script's own. The script is this process's from then on, as if it had been imported.
+
+    ValueError in one line where it does not get there, or gives no such thing."""
+    begin(words, read_flags(words[1:]), ["trl"])
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            _import_file(words[0], setting, is_main=True)
+    except TrainerReached as reached:
+        found = reached.trainer._kwargs.get(name)
+        if not found:
+            raise ValueError(f"{setting}: {words[0]} gives its trainer no {name}") from None
+        return found
+    except ValueError as error:
+        last = said.getvalue().strip().rpartition("\n")[2]
+        raise ValueError(f"{error}{f': {last}' if last else ''}") from None
+    finally:
+        Run.is_on = False
+    raise ValueError(f"{setting}: {words[0]} has ended before it called train() of a trainer")
+
+
 def _nearest(name: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def _import_file(path: str, setting: str) -> ModuleType:
+def _import_file(path: str, setting: str, *, is_main: bool = False) -> ModuleType:
+    """`is_main`: as the script that this process runs."""
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or "."
+        there = [entry for entry in os.listdir(folder) if entry.endswith(".py")] if os.path.isdir(folder) else []
+        raise ValueError(f"{setting}: no file {path}{_nearest(os.path.basename(path), there)}")
     full = os.path.abspath(path)
-    name = "infsample_rl_user_" + "".join(letter if letter.isalnum() else "_" for letter in full)
-    if name in sys.modules:
-        return sys.modules[name]
+    private = "infsample_rl_user_" + "".join(letter if letter.isalnum() else "_" for letter in full)
+    if private in sys.modules:
+        return sys.modules[private]
     if os.path.dirname(full) not in sys.path:
         sys.path.append(os.path.dirname(full))  # for modules beside the file; last, so that they hide nothing
-    spec = importlib.util.spec_from_file_location(name, full)
+    if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
+        sys.meta_path.append(StandIns(["trl"]))  # last: where it is not installed
+    spec = importlib.util.spec_from_file_location(private, full)
     assert spec is not None and spec.loader is not None  # both are there for every .py file
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[private] = module
     try:
-        spec.loader.exec_module(module)
+        if is_main:
+            module.__name__, sys.modules["__main__"] = "__main__", module
+            exec(compile(Path(full).read_bytes(), full, "exec"), vars(module))
+        else:
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # not what ends this process: Ctrl-C and SIGTERM
         raise ValueError(f"{setting}: {path} cannot be imported: {describe_error(error, full)}") from error
     return module

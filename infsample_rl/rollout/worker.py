@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
-from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.data.turns import templates_of
 from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.link import WeightLink, join_link
@@ -61,7 +61,7 @@ class RolloutWorker:
         self._environments = environments
         if environments is not None:
             kwargs, stops = config.data.chat_template_kwargs, self.engine.stop_token_ids
-            self._template = TurnTemplate.of(tokenizer, kwargs, environments.tools, stops)
+            self._templates = templates_of(tokenizer, kwargs, environments.tools, stops)
             users = [function.name for function in config.reward.functions if ".py:" in function.name]
             self._made_by = fingerprint(config.environment, users)
         if config.is_deterministic and not self.engine.is_exact:
@@ -116,7 +116,7 @@ class RolloutWorker:
         records = None
         if run_dir is not None:
             records = TurnRecords(Path(run_dir), step=step, evaluation=evaluation, made_by=self._made_by)
-        return Episodes(self._environments, self._template, own, starts, records)
+        return Episodes(self._environments, self._templates, own, starts, records)
 
     @phase("sync")
     def load_weights(

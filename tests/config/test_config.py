@@ -201,7 +201,10 @@ WRONG = [
         ["environment.factory=a.py:A", "rollout.schedule=arrival"],
         "rollout.schedule must be token_budget, got arrival: samples that wait for their environment",
     ),
-    (["environment.factory=a.py"], "environment.factory must be path/to/file.py:NAME, got 'a.py'"),
+    (
+        ["environment.factory=a.txt"],
+        "environment.factory must be path/to/file.py:NAME, or a TRL script and its arguments",
+    ),
     (["reward.functions=[environment]"], "reward.functions: environment needs environment.factory"),
     (["reward.memory_limit=much"], "reward.memory_limit must be a size as 24GB or 512MiB, got 'much'"),
     (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),

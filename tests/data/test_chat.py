@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 
 from infsample_rl.config import DataConfig, ModelConfig
@@ -41,6 +44,18 @@ def test_thinking_is_on_and_the_template_used_when_not_said_otherwise(qwen_token
     text = "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
     assert render(problem("1?"), qwen_tokenizer, config()).text == text
     assert render(problem("1?"), qwen_tokenizer, config(apply_chat_template=False)).text == "1?"
+
+
+def test_a_row_is_offered_the_tools_of_its_environment_and_one_without_is_a_bad_row(qwen_tokenizer):
+    tools = {
+        name: [{"type": "function", "function": {"name": f"{name}_tool", "parameters": {}}}] for name in ("one", "two")
+    }
+    rows = [replace(problem("Go."), columns={"environment": name}) for name in ("one", "two")]
+    tokenizer = copy.deepcopy(qwen_tokenizer)
+    tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}Go."
+    assert [render(row, tokenizer, config(), tools).text for row in rows] == ["one_tool Go.", "two_tool Go."]
+    with pytest.raises(ValueError, match=r"row 1: environment must be one of one, two .*, got None"):
+        render_all([problem("Go.")], tokenizer, config(), tools)
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

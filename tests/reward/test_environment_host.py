@@ -1,6 +1,7 @@
 """A user's environments: TRL's form and gymnasium's, many at a time, and what one does costs its trajectory alone."""
 
 import contextlib
+import json
 import os
 import signal
 import site
@@ -134,6 +135,71 @@ def rows(number: int) -> list:
 
 def undescribed(number):
     return number
+
+
+class Dice:
+    def reset(self, **row):
+        import random
+
+        import numpy
+
+        self.thrown = [random.random(), numpy.random.random()]
+        return str(sorted(row))
+
+    def throw(self) -> str:
+        """Throws."""
+        return str(self.thrown)
+
+
+NAMED = {"count": Counter, "dice": Dice}
+MIXED = {"count": Counter, "game": Game}
+WRONG = {"count": 3}
+'''
+SCRIPT = '''
+import argparse
+from dataclasses import dataclass
+
+from trl import GRPOConfig, GRPOTrainer
+
+
+@dataclass
+class Limits:
+    most: "int" = 0
+
+
+def reward(environments, **kwargs):
+    return [environment.total / LIMITS.most for environment in environments]
+
+
+def main():
+    global LIMITS
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--most", type=int, required=True)
+    parser.add_argument("--form", choices=["one", "two", "none"], default="one")
+    args = parser.parse_args()
+    LIMITS = Limits(args.most)
+
+    class Adds:
+        def reset(self, **row):
+            self.total = 0
+
+        def add(self, amount: int) -> str:
+            """Adds.
+
+            Args:
+                amount: What is added.
+            """
+            self.total = min(args.most, self.total + amount)
+            return str(self.total)
+
+    factory = {"one": Adds, "two": {"small": Adds, "large": Adds}, "none": None}[args.form]
+    trainer = GRPOTrainer("model", reward_funcs=reward, args=GRPOConfig(bf16=True), environment_factory=factory)
+    trainer.train()
+    raise SystemError("it trains")
+
+
+if __name__ == "__main__":
+    main()
 '''
 
 
@@ -184,7 +250,7 @@ def asked(host, *request, key="one", target=5, end=True):
 
 def test_public_methods_are_tools_with_their_schemas(host):
     assert host.form == "tools"
-    functions = [tool["function"] for tool in host.tools]
+    functions = [tool["function"] for tool in host.tools[""]]
     assert [function["name"] for function in functions] == ["add", "slowly", "misbehave"]
     assert functions[0]["parameters"] == {
         "type": "object",
@@ -269,7 +335,7 @@ def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
 def test_gymnasiums_form_is_told_by_its_step(file):
     host = EnvironmentHost(config_of(factory=f"{file}:Game"))
     try:
-        assert (host.form, host.tools) == ("actions", [])
+        assert (host.form, host.tools) == ("actions", {"": []})
         assert host.opening(3, {"target": 9}) == "seed 3, 9"
         assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
         host.ask("one", ("act", "right"))
@@ -467,10 +533,88 @@ def test_another_interpreter_runs_them_with_its_own_libraries(tmp_path, isolatio
         host.close()
 
 
+def test_what_draws_from_the_processs_own_generators_draws_by_the_seed(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Dice"))
+    try:
+        said = []
+        for number, seed in enumerate([7, 7, 8]):
+            host.open(number, seed, {})
+            host.ask(number, ("call", [("throw", {})]))
+            said += answers(host, 1)[number]["said"]
+    finally:
+        host.close()
+    assert said[0] == said[1] and not set(json.loads(said[0])) & set(json.loads(said[2]))
+
+
+def test_a_row_takes_one_of_several_environments(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:NAMED"))
+    try:
+        tools = {name: [tool["function"]["name"] for tool in tools] for name, tools in host.tools.items()}
+        assert tools == {"count": ["add", "slowly", "misbehave"], "dice": ["throw"]}
+        assert host.opening(7, {"environment": "dice", "target": 5}) == "['seed', 'target']"  # not the name, as TRL
+        assert host.opening(7, {"environment": "count", "target": 5}) == "Reach 5 from 7."
+        with pytest.raises(EnvironmentFailed, match="environment must be one of count, dice .* got 'card'"):
+            host.opening(7, {"environment": "card"})
+    finally:
+        host.close()
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "play.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_trl_scripts_own_class_is_what_it_gives_its_trainer(script):
+    functions = [RewardFunctionConfig(name=f"{script}:reward")]
+    config = config_of(factory=f"{script} --most 4")
+    host = EnvironmentHost(replace(config, reward=replace(config.reward, functions=functions)))
+    try:
+        assert asked(host, "call", [("add", {"amount": 3})], end=False) == {"said": ["3"], "failed": 0}
+        host.ask("one", ("reward", []))  # what main() set is there for it
+        assert answers(host, 1)["one"] == {"reward": None, "functions": {"reward": 0.75}, "reported": {}}
+    finally:
+        host.close()
+
+
+def test_a_trl_script_may_give_several(script):
+    host = EnvironmentHost(config_of(factory=f"{script} --most 4 --form two"))
+    try:
+        assert list(host.tools) == ["small", "large"]
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "play.py: error: the following arguments are required: --most"),
+        ("--most 4 --form three", "play.py: error: argument --form: invalid choice: 'three'"),
+        ("--most 4 --form none", "gives its trainer no environment_factory"),
+        ("--most '4", "No closing quotation"),
+    ],
+)
+def test_a_trl_script_that_gives_none_is_one_line(script, arguments, said):
+    with pytest.raises(ValueError, match="^environment.factory") as error:
+        EnvironmentHost(config_of(factory=f"{script} {arguments}"))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_script_that_never_trains_is_one_line(script):
+    script.write_text(SCRIPT.replace("    main()", "    pass"))
+    with pytest.raises(ValueError, match=r"play.py has ended before it called train\(\) of a trainer"):
+        EnvironmentHost(config_of(factory=f"{script} --most 4"))
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game, Play, Deaf; did you mean"),
+        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game, Play, Deaf, Dice; did you"),
+        ({"factory": "{}:MIXED"}, "all must be of one form, got {'count': 'tools', 'game': 'actions'}"),
+        ({"factory": "{}:WRONG"}, ":WRONG, 'count', is neither a class nor a function"),
+        ({"factory": "/no/such.py --most 4"}, "environment.factory: no file /no/such.py"),
+        ({"factory": "/no/such"}, "must be path/to/file.py:NAME, or a TRL script and its arguments, got"),
         ({"tools": ["{}:undescribed"]}, "undescribed cannot be a tool: "),
         ({"factory": "/no/such.py:Counter"}, "environment.factory: no file /no/such.py"),
         ({"factory": "{}:Deaf"}, ":Deaf: rollout must take base_url and api_key"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from infsample_rl.commands.convert.conversion import NO_CRITIC, SCHEDULES, Conversion, Row
-from infsample_rl.commands.convert.recording import read_flags, words_of
+from infsample_rl.commands.convert.recording import words_of
 from infsample_rl.commands.convert.values import choose, local_path, local_paths, not_negative, positive, texts, truth
 from infsample_rl.config import ALL_PROBLEMS
+from infsample_rl.config.peer_flags import read_flags
 
 TRAINING = r"openrlhf\.cli\.train_ppo"
 ADVANTAGES = {"group_norm": "std", "dr_grpo": "mean_only", "rloo": "rloo"}

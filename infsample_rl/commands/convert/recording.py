@@ -1,7 +1,7 @@
 """What a launch script would start, and what a TRL script gives its trainer: they are run, in the sandbox of rewards.
 
 bash runs a launch script with the launchers on its PATH replaced by a recorder of arguments; Python runs a TRL script
-against modules that record (trl_stand_ins.py). No network, no file of yours but those beside FILE, nothing written.
+against modules that record (trl_run.py). No network, no file of yours but those beside FILE, nothing written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.config.peer_flags import Loader
 from infsample_rl.config.secrets import is_secret_name
 from infsample_rl.reward.isolation import environment_of, holds_home, isolation_of
 
@@ -43,9 +44,9 @@ def words_of(path: Path, arguments: list[str], training: str, last: str = "") ->
 
 
 def trainer_of(path: Path, arguments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
-    """What a TRL script with these flags has given its trainer when it calls train(), as trl_stand_ins.py writes it.
+    """What a TRL script with these flags has given its trainer when it calls train(), as trl_run.py writes it.
     ValueError in one line where it gets no trainer."""
-    program = [sys.executable, "-m", "infsample_rl.commands.convert.trl_stand_ins", json.dumps(flags)]
+    program = [sys.executable, "-m", "infsample_rl.commands.convert.trl_run", json.dumps(flags)]
     how, record = _run([*program, str(path), *arguments], path, {"PYTHONPATH": os.pathsep.join(sys.path)})
     if not record:
         raise ValueError(f"{path} {how or 'ended'} before it called train() of a trainer")
@@ -79,39 +80,10 @@ def _run(program: list[str], path: Path, variables: dict[str, str]) -> tuple[str
     return f"ended with exit code {reply['code']} ({reply['said']})" if reply["code"] else "", reply["record"]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number."""
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[\d.]+[eE][-+]?\d+$"), list("-+.0123456789"))
-
-
-def scalar(word: str) -> Any:
-    """A word as YAML has it; as it stands where it is no YAML, or nothing."""
-    try:
-        return yaml.load(word, _Loader) if word else word
-    except yaml.YAMLError:
-        return word
-
-
-def read_flags(words: list[str]) -> dict[str, Any]:
-    """Flags as argparse reads them: --name value, --name=value, --name a b c (a list), --name (True)."""
-    flags: dict[str, list[str]] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            flags[name] = [value] if equals else []
-        elif name:
-            flags[name].append(word)
-    values = {name: [scalar(word) for word in words] for name, words in flags.items()}
-    return {name: (found if len(found) > 1 else found[0]) if found else True for name, found in values.items()}
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. ValueError otherwise."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from infsample_rl.commands.convert.conversion import SCHEDULES, Conversion, Row
-from infsample_rl.commands.convert.recording import read_flags, read_yaml, trainer_of, words_of
+from infsample_rl.commands.convert.recording import read_yaml, trainer_of, words_of
 from infsample_rl.commands.convert.values import (
     choose,
     dictionary,
@@ -19,10 +22,12 @@ from infsample_rl.commands.convert.values import (
     truth,
 )
 from infsample_rl.config import ALL_PROBLEMS
+from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
+COLUMNS = "rows that the script makes"  # among its settings, until they are in a file
 TRAINER = ("model", "reward_funcs", "args", "train_dataset")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
@@ -79,9 +84,12 @@ WITHOUT_EFFECT = (
 def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of TRL's, and for what is missing."""
     given, code = _read(path, arguments)
+    columns, written = given.pop(COLUMNS, None), ""
     rows = [line for line in code if line.startswith("train_dataset.")]
     if rows and not given.get("dataset_name"):
         raise ValueError(f"{path.name}: {rows[-1]}, here by --dataset_name rows.jsonl behind it")
+    if columns and not given.get("dataset_name"):
+        given["dataset_name"] = written = _write_rows(columns, Path(f"{path.stem}_rows.jsonl"))
     given |= given.pop("model_init_kwargs", None) or {}  # of a script or a YAML file: dtype
     for theirs, today in (("nproc_per_node", "num_processes"), ("torch_dtype", "dtype")):
         given |= {today: given.pop(theirs)} if theirs in given else {}
@@ -90,6 +98,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     files, config = c.value("dataset_name", local_paths), c.value("dataset_config")
     files = [f"{file}:{config}" if config else file for file in files]
     c.set_sources(files, "dataset_name", [] if c.is_off("eval_strategy") else files, "eval_strategy")
+    if written:
+        c.set("data.source", c.ours("data.source"), why=f"the rows that {path.name} makes, written by this command")
     prompt = c.value("max_prompt_length", lambda longest: 1024 if longest is None else positive(longest))
     c.set_lengths(prompt, c.value("max_completion_length", positive, 512), "max_prompt_length max_completion_length")
     _steps(c)
@@ -117,6 +127,11 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         return given, []
     record = trainer_of(script, words[start:], given)
     made, code = _made(record["trainer"])
+    given = {name: value for name, value in given.items() if name not in record["own"]}
+    factory = made.get("environment_factory")
+    if factory is not None and not _is_in_file(factory):  # it is there once the script has run
+        own = words[start:] if record["taken"] else _words_of(words[start:], record["own"])
+        made["environment_factory"] = shlex.join([os.path.abspath(script), *own])
     imported = [*made["reward_funcs"], *made.get("tools", []), str(made.get("environment_factory"))]
     if any(".py:" in name for name in imported) and "__name__" not in script.read_text(encoding="utf-8"):
         code.append('the script trains when its functions are imported: put that under `if __name__ == "__main__"`')
@@ -147,9 +162,45 @@ def _made(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             data = dict(zip(("path", "name"), call["args"], strict=False)) | call["kwargs"]
             made |= {"dataset_name": data.get("data_files", data["path"]), "dataset_config": data.get("name")}
             made |= {"dataset_train_split": data.get("split")}
+        elif method in ("from_dict()", "from_list()") and (columns := _columns(call["args"])):
+            made[COLUMNS] = columns
         elif method != "shuffle()" and not method.endswith("['train']"):
             code.append(f"train_dataset.{method} is not run: save what it makes and give the file as data.source")
     return {name: value for name, value in made.items() if value is not None}, code
+
+
+def _columns(args: list[Any]) -> dict[str, list[Any]]:
+    """Those of Dataset.from_dict or from_list with plain values; none where it was given something else."""
+    given = args[0] if args else None
+    if isinstance(given, list) and given and all(isinstance(row, dict) for row in given):
+        given = {name: [row.get(name) for row in given] for name in given[0]}
+    if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
+        return {}
+    return given if len(set(map(len, given.values()))) == 1 else {}
+
+
+def _write_rows(columns: dict[str, list[Any]], file: Path) -> str:
+    """As a file of rows. ValueError where another one is there."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{file} is there with other rows than the script's: move it, or give its own --dataset_name")
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def _is_in_file(factory: Any) -> bool:
+    """Whether importing the script is enough to have it."""
+    return isinstance(factory, str) and factory.partition(".py:")[2].isidentifier()
+
+
+def _words_of(words: list[str], flags: list[str]) -> list[str]:
+    """Those of a command's words that are these flags and their values, or come before any flag."""
+    kept, is_kept = [], True
+    for word in words:
+        is_kept = word[2:].partition("=")[0] in flags if word.startswith("--") else is_kept
+        kept += [word] if is_kept else []
+    return kept
 
 
 def _reward(function: Any) -> str:
@@ -196,8 +247,9 @@ def _environment(c: Conversion) -> None:
     """The class or the tools of a script, and how many turns a trajectory may have."""
     factory, tools, found = c.value("environment_factory"), c.value("tools", texts, []), dict[str, Any]()
     for name in filter(None, [factory, *tools]):
-        if not isinstance(name, str) or not name.partition(":")[2].isidentifier():
-            c.dropped.append(f"{name} is made by code; write it into a file and set environment.factory or .tools")
+        is_script = name == factory and not _is_in_file(name)
+        if not is_script and not _is_in_file(name):
+            c.dropped.append(f"{name} is made by code; write it into a file and set environment.tools")
         elif name == factory:
             found["environment.factory"] = name
         else:

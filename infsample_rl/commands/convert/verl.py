@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from infsample_rl.commands.convert.conversion import NO_CRITIC, Conversion, Row
-from infsample_rl.commands.convert.recording import flatten, read_yaml, scalar, words_of
+from infsample_rl.commands.convert.recording import flatten, read_yaml, words_of
 from infsample_rl.commands.convert.values import choose, local_path, local_paths, not_negative, positive, texts, truth
 from infsample_rl.config import ALL_PROBLEMS
+from infsample_rl.config.peer_flags import scalar
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OPTIM, MODE, VAL = f"{ACTOR}.optim", f"{ACTOR}.policy_loss.loss_mode", f"{ROLLOUT}.val_kwargs"

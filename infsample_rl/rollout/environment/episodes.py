@@ -10,7 +10,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.config.environment import EnvironmentConfig, of_row
 from infsample_rl.data.turns import TurnTemplate, assistant_message
 from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.environment.turn_records import TurnRecords
@@ -25,7 +25,7 @@ class Environments(Protocol):
     """Where environments run, each in a process of its own: reward/environment_host.py."""
 
     form: str  # "tools", "actions" or "program"
-    tools: list[dict[str, Any]]
+    tools: dict[str, list[dict[str, Any]]]  # by the names of environments
     answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
 
     def open(
@@ -47,6 +47,7 @@ class _State:
 
     sample: Sample
     key: int
+    template: TurnTemplate
     turns: int = 0
     calls: int = 0
     begun: int = 0  # tokens before the turn that is sampled
@@ -69,15 +70,15 @@ class Episodes:
     def __init__(
         self,
         environments: Environments,
-        template: TurnTemplate,
+        templates: Mapping[str, TurnTemplate],
         config: EnvironmentConfig,
         starts: Mapping[int, EpisodeStart],
         records: TurnRecords | None = None,
     ) -> None:
-        """`starts`: by prompt_index, what an environment begins with. `records`: what was answered before, and where
-        answers are kept."""
-        self._environments, self._template, self._config, self._starts = environments, template, config, starts
-        self._tokenizer, self._records = template.tokenizer, records
+        """`templates`: by the names of environments. `starts`: by prompt_index, what an environment begins with.
+        `records`: what was answered before, and where answers are kept."""
+        self._environments, self._templates, self._config, self._starts = environments, templates, config, starts
+        self._tokenizer, self._records = next(iter(templates.values())).tokenizer, records
         self._recorded: list[tuple[int, dict[str, Any]]] = []  # answers of keys that stood in the records
         self._of_sample, self._of_key = dict[Sample, _State](), dict[Hashable, _State]()
         self._ready: list[Answer] = []  # answered without an environment
@@ -94,7 +95,7 @@ class Episodes:
         text = self._tokenizer.decode(turn, skip_special_tokens=True) if is_new else None
         found = None
         if has_tools and is_new and not state.is_last:
-            found = self._template.parse(self._tokenizer.decode(turn))
+            found = state.template.parse(self._tokenizer.decode(turn))
         if text is not None:
             state.messages.append(assistant_message(text, found.calls if found else []))
         if not has_tools:
@@ -138,7 +139,8 @@ class Episodes:
             self._records.close()
 
     def _open(self, sample: Sample) -> _State:
-        state = self._of_sample[sample] = _State(sample, next(KEYS))
+        columns = self._starts[sample.group.prompt_index].columns
+        state = self._of_sample[sample] = _State(sample, next(KEYS), of_row(self._templates, columns))
         self._of_key[state.key] = state
         return state
 
@@ -198,7 +200,7 @@ class Episodes:
     ) -> None:
         """`lists`: what of the messages, by number, was a list, which rewards get as such."""
         shown = [each | {"content": self._cut(each["content"])} for each in messages]
-        ids = self._template.observation_ids(shown, state.sample.tokens[-1])
+        ids = state.template.observation_ids(shown, state.sample.tokens[-1])
         state.begun += len(ids)
         state.messages += [
             each | {"content": lists.get(str(number), each["content"])} for number, each in enumerate(shown)

@@ -70,8 +70,8 @@ def fingerprint(config: EnvironmentConfig, functions: Sequence[str] = ()) -> str
     """Of the files that environments are made of, and of those of reward functions, which may be asked with them: it
     changes with what they hold."""
     digest = hashlib.sha256(json.dumps([config.factory, config.tools, *functions]).encode())
-    for name in filter(None, [config.factory, *config.tools, *functions]):
-        digest.update(Path(name.rpartition(":")[0]).read_bytes())
+    for path in [*config.files, *(name.rpartition(":")[0] for name in functions)]:
+        digest.update(Path(path).read_bytes())
     return digest.hexdigest()[:16]
 
 

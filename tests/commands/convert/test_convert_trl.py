@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from infsample_rl.commands.convert import recording
@@ -182,8 +184,8 @@ if __name__ == "__main__":
 
 
 def test_an_example_with_an_environment_says_where_its_rows_are_to_be_and_loses_nothing_else(convert, refused):
-    said = refused("trl", "count.py", OPENENV)
-    assert "count.py: train_dataset.from_dict() is not run: save what it makes" in said
+    said = refused("trl", "count.py", OPENENV.replace("Dataset.from_dict", "Dataset.from_generator"))
+    assert "count.py: train_dataset.from_generator() is not run: save what it makes" in said
     assert said.endswith("here by --dataset_name rows.jsonl behind it")
     found = convert("trl", "count.py", OPENENV, "--dataset_name", "rows.jsonl")
     assert found.functions() == [("count.py:counted", 1.0)] and found.code == 0
@@ -271,11 +273,65 @@ def test_an_environment_and_tools_of_a_script_are_kept(convert, tmp_path):
         "environment.max_turns": 6,
     }
     assert found.has(expected) == expected and found.functions() == [("environment", 1.0)]
-    assert "<lambda> is made by code; write it into a file and set environment.factory or .tools" in found.said
+    assert "<lambda> is made by code; write it into a file and set environment.tools" in found.said
     assert "reward" not in found.said
     without = ENVIRONMENT.replace("environment_factory=Wordle, ", "reward_funcs=[len], ").replace("=5", "=None")
     kept = convert("trl", "play.py", without, "--dataset_name", "c/d", "--reward_funcs", "accuracy_reward")
     assert kept.has({"environment.max_turns": 0, "environment.tools": 0}) == {
         "environment.max_turns": 1000,
         "environment.tools": [f"{script}:lookup"],
+    }
+
+
+LOCAL = """
+import argparse
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+def reward(environments, **kwargs): ...
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", default="http://far.example")
+    parser.add_argument("--rows", type=int, default=2)
+    args = parser.parse_args()
+
+    class Echo:
+        url = args.url
+        def reset(self, **kwargs) -> str: ...
+        def say(self, word: str) -> str: ...
+
+    rows = {"prompt": [[{"role": "user", "content": "Say it."}]] * args.rows, "env": ["a"] * args.rows}
+    trainer = GRPOTrainer("a/b", reward_funcs=reward, train_dataset=Dataset.from_dict(rows), environment_factory=Echo)
+    trainer.train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_what_a_script_makes_in_its_main_is_kept(convert, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = convert("trl", "echo.py", LOCAL, "--url", "http://127.0.0.1:8104", "--num_generations", "4")
+    expected = {
+        "environment.factory": f"{tmp_path}/echo.py --url http://127.0.0.1:8104",
+        "data.source": f"{tmp_path}/echo_rows.jsonl",
+        "rollout.group_size": 4,
+    }
+    assert found.has(expected) == expected and found.code == 0 and found.functions() == [("echo.py:reward", 1.0)]
+    row = {"prompt": [{"role": "user", "content": "Say it."}], "env": "a"}
+    rows = [json.loads(line) for line in (tmp_path / "echo_rows.jsonl").read_text().splitlines()]
+    assert rows == [row, row]
+    said = refused("trl", "echo.py", LOCAL, "--rows", "3")
+    assert "echo_rows.jsonl is there with other rows than the script's" in said
+    own = convert("trl", "echo.py", LOCAL, "--rows=3", "--dataset_name", "c/d")
+    assert own.has({"data.source": 0, "environment.factory": 0}) == {
+        "data.source": "c/d",
+        "environment.factory": f"{tmp_path}/echo.py --rows=3",
+    }
+    mapped = LOCAL.replace("from_dict(rows)", "from_dict(rows).map(len)")
+    assert "train_dataset.map() is not run: save what it makes" in refused("trl", "echo.py", mapped)
+    several = LOCAL.replace("environment_factory=Echo", "environment_factory={'echo': Echo}")
+    assert convert("trl", "echo.py", several).has({"environment.factory": 0}) == {
+        "environment.factory": f"{tmp_path}/echo.py"
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infsample_rl.commands.convert.recording import read_flags, scalar, words_of
+from infsample_rl.commands.convert.recording import words_of
+from infsample_rl.config.peer_flags import read_flags, scalar
 
 
 def run(tmp_path, text, *arguments):

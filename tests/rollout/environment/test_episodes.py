@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from infsample_rl.config.environment import EnvironmentConfig
-from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.data.turns import templates_of
 from infsample_rl.rollout.environment import episodes as episodes_module
 from infsample_rl.rollout.environment.episodes import Episodes
 from infsample_rl.rollout.environment.turn_records import TurnRecords
@@ -30,7 +30,7 @@ class Host:
     """Notes what it is asked; replies are put in by the test."""
 
     def __init__(self, form):
-        self.form, self.tools = form, [ADD] if form == "tools" else []
+        self.form, self.tools = form, {"": [ADD] if form == "tools" else []}
         self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
         self.before = []
 
@@ -54,10 +54,10 @@ def make(form="tools", records=None, **settings):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     host = Host(form)
-    template = TurnTemplate.of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
+    templates = templates_of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
     starts = {4: EpisodeStart(11, {"answer": "5"})}
     config = EnvironmentConfig(factory="a.py:A", **settings)
-    return Episodes(host, template, config, starts, records), host, tokenizer
+    return Episodes(host, templates, config, starts, records), host, tokenizer
 
 
 def sampled(tokenizer, text, sample=None):
@@ -99,6 +99,20 @@ def test_a_call_that_cannot_be_made_is_answered_without_the_environment():
     episodes.end(sampled(tokenizer, CALL.replace("add", "sub")), "stop")
     [answer] = episodes.take(wait_s=0)
     assert "error: there is no tool 'sub'; the tools are add" in tokenizer.decode(answer.observed) and host.asked == []
+
+
+def test_a_row_is_offered_and_may_call_the_tools_of_its_own_environment():
+    _, host, tokenizer = make()
+    host.tools = {"sums": [ADD], "else": [{"type": "function", "function": {"name": "sub"}}]}
+    templates = templates_of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
+    starts = {4: EpisodeStart(11, {"environment": "else"}), 5: EpisodeStart(12, {"environment": "sums"})}
+    episodes = Episodes(host, templates, EnvironmentConfig(factory="a.py:A"), starts)
+    for prompt in (4, 5):
+        sample = Sample(PromptGroup(prompt, [1], [0], GroupSettings("token_budget", 1, 1), lambda _: 0), 0, 0, 0)
+        episodes.end(sampled(tokenizer, CALL, sample), "stop")
+    [answer] = episodes.take(wait_s=0)
+    assert "error: there is no tool 'add'; the tools are sub" in tokenizer.decode(answer.observed)
+    assert [asked[1:] for asked in host.asked] == [("call", [("add", {"a": 2})])]
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
@@ -193,7 +207,7 @@ def test_the_next_call_does_not_take_an_answer_to_one_before():
     [(key, *_)] = host.asked
     host.answers.put((key, {"said": ["late"], "failed": 0}))  # and the call is halted before it is read
     before.close()
-    after = Episodes(host, before._template, before._config, before._starts)
+    after = Episodes(host, before._templates, before._config, before._starts)
     after.end(sampled(tokenizer, CALL), "stop")
     assert host.asked[1][0] != key and after.take(wait_s=0) == []
 

@@ -1,0 +1,127 @@
+"""Modules in the place of trl, and of what else would load or fetch something: a TRL script runs against them up to its
+trainer's train(), and is imported where TRL is not installed. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType
+from typing import Any
+
+
+class TrainerReached(BaseException):
+    """The script has called train() of this trainer."""
+
+    def __init__(self, trainer: Recorded) -> None:
+        super().__init__(trainer)
+        self.trainer = trainer
+
+
+class Run:
+    """Of the script, once for a process."""
+
+    is_on = False  # else what is stood in for can be imported, and not called
+    flags: dict[str, Any] = {}
+    taken: set[str] = set()  # flags that are no settings, where a parser of TRL's has read them
+    own: set[str] = set()  # flags that the script's own argparse has read
+
+    @staticmethod
+    def reached(trainer: Recorded) -> None:
+        """What is done when train() is called."""
+        raise TrainerReached(trainer)
+
+
+class Settings:
+    """What the script's own subclass of GRPOConfig or ScriptArguments is a class of; what is not given is None."""
+
+    def __getattr__(self, name: str) -> None: ...
+
+
+class Recorded:
+    """Stands for what a module would have given: its name, what a call of it was given, and what it was taken from."""
+
+    def __init__(self, name: str, of: Any = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None):
+        self.__dict__.update(_name=name, _of=of, _args=args, _kwargs=kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._name.endswith(("Config()", "Arguments()")):
+            return self._kwargs.get(name)
+        return (self._kwargs or {}).get(name) or Recorded(f"{self._name}.{name}", self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        (self.__dict__ if name.startswith("__") or self._kwargs is None else self._kwargs)[name] = value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not Run.is_on:
+            raise ModuleNotFoundError(f"{self._name} is called, and {self._name.partition('.')[0]} is not installed")
+        if self._name.endswith("Trainer().train"):
+            Run.reached(self._of)
+        if "Parser().parse_args" in self._name:
+            return parsed(*self._of._args)
+        if args and isinstance(args[0], FunctionType) and not self._name.endswith((".map", ".filter")):
+            return args[0]  # it decorates
+        return Recorded(f"{self._name}()", self._of, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return Recorded(f"{self._name}[{key!r}]", self, (), {})
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (Settings,)
+
+    def __ge__(self, other: Any) -> bool:
+        return False
+
+    __lt__ = __le__ = __gt__ = __ge__
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Finds a Recorded for every module of these packages."""
+
+    def __init__(self, packages: Iterable[str]) -> None:
+        self._packages = frozenset(packages)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._packages else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return Recorded(spec.name)
+
+    def exec_module(self, module: Any) -> None: ...
+
+
+def begin(words: Sequence[str], flags: dict[str, Any], packages: Iterable[str]) -> None:
+    """From here on this process is the script of these words, with these modules stood in for."""
+    sys.argv = list(words)
+    Run.is_on = True
+    Run.flags.update(flags)
+    sys.meta_path.insert(0, StandIns(packages))
+
+
+def parsed(kinds: Any) -> list[Any]:
+    """An object of every class that TrlParser or HfArgumentParser was given, with all flags."""
+    made = []
+    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
+        made.append(kind() if isinstance(kind, Recorded) else kind.__new__(kind))
+        (made[-1]._kwargs if isinstance(kind, Recorded) else vars(made[-1])).update(Run.flags)
+        Run.taken.update(("config", *getattr(kind, "__dataclass_fields__", ())))
+    return made
+
+
+def share_argparse() -> None:
+    """Let the script's own parser pass over flags that it does not know, and note those that it does."""
+    parse_known = argparse.ArgumentParser.parse_known_args
+
+    def parse_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        names = {option.lstrip("-") for action in self._actions for option in action.option_strings}
+        Run.own.update(names & Run.flags.keys())
+        return parse_known(self, args, namespace)[0]
+
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
