@@ -54,7 +54,7 @@ def test_a_row_is_offered_the_tools_of_its_environment_and_one_without_is_a_bad_
     tokenizer = copy.deepcopy(qwen_tokenizer)
     tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}Go."
     assert [render(row, tokenizer, config(), tools).text for row in rows] == ["one_tool Go.", "two_tool Go."]
-    with pytest.raises(ValueError, match=r"row 1: environment must be one of one, two .*, got None"):
+    with pytest.raises(ValueError, match=r"row 1 environment must be one of one, two .*, got None"):
         render_all([problem("Go.")], tokenizer, config(), tools)
 
 
