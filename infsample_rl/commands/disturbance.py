@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -206,7 +207,7 @@ class Disturber:
             for pid, roles in processes:
                 phase = phase_of(pid)
                 here = [cell for cell in cells if cell.role in roles and cell.phase == phase]
-                if here and self._do(cell := self.dice.choice(here), pid, processes):
+                if here and self._do(cell := self._rarest(here), pid, processes):
                     if cell in self._left:
                         self._left.remove(cell)
                     self._left = self._left or list(CELLS)
@@ -214,6 +215,12 @@ class Disturber:
             time.sleep(0.0005)
         self._left = list(CELLS)  # what is left of them does not occur
         return None
+
+    def _rarest(self, cells: list[Cell]) -> Cell:
+        """One of those that were hit least: a phase that comes seldom is not spent on what has been hit in it."""
+        hits = Counter(hit.cell for hit in self.hits)
+        least = min(hits[cell] for cell in cells)
+        return self.dice.choice([cell for cell in cells if hits[cell] == least])
 
     def _do(self, cell: Cell, pid: int, processes: list[tuple[int, tuple[str, ...]]]) -> bool:
         """Whether it could be done."""

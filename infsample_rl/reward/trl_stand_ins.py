@@ -117,11 +117,15 @@ def parsed(kinds: Any) -> list[Any]:
 
 def share_argparse() -> None:
     """Let the script's own parser pass over flags that it does not know, and note those that it does."""
-    parse_known = argparse.ArgumentParser.parse_known_args
+    parse = argparse.ArgumentParser.parse_known_args
 
-    def parse_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
         names = {option.lstrip("-") for action in self._actions for option in action.option_strings}
         Run.own.update(names & Run.flags.keys())
-        return parse_known(self, args, namespace)[0]
+        return parse(self, args, namespace)
 
+    def parse_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        return parse_known_args(self, args, namespace)[0]
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]

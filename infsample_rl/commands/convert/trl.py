@@ -77,7 +77,7 @@ WITHOUT_EFFECT = (
     "use_vllm vllm_* per_device_eval_batch_size fsdp* deepspeed config config_file ddp_* multi_gpu num_machines hub_* "
     "machine_rank main_process_port mixed_precision logging_* log_* do_* tf32 use_cache attn_implementation device_map "
     "gradient_checkpointing_kwargs use_liger_kernel torch_compile* dataloader_* disable_* remove_unused_columns env "
-    "overwrite_output_dir resume_from_checkpoint push_to_hub num_completions_to_print lora_*"
+    "overwrite_output_dir trackio_* project resume_from_checkpoint push_to_hub num_completions_to_print lora_*"
 )
 
 
@@ -129,7 +129,7 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     made, code = _made(record["trainer"])
     given = {name: value for name, value in given.items() if name not in record["own"]}
     factory = made.get("environment_factory")
-    if factory is not None and not _is_in_file(factory):  # it is there once the script has run
+    if factory is not None and not (_is_in_file(factory) and not record["own"]):  # it is as the script has made it
         own = words[start:] if record["taken"] else _words_of(words[start:], record["own"])
         made["environment_factory"] = shlex.join([os.path.abspath(script), *own])
     imported = [*made["reward_funcs"], *made.get("tools", []), str(made.get("environment_factory"))]
