@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -347,8 +348,8 @@ def test_a_lost_node_costs_nothing_but_time(settings, undisturbed, tmp_path, ray
 
 
 def test_a_clock_that_jumps_changes_nothing(settings, undisturbed, tmp_path):
-    run, path = tmp_path / "run", str(Path(__file__).parent / "jumping_clock")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+    run, clock = tmp_path / "run", shutil.copytree(Path(__file__).parent / "jumping_clock", tmp_path / "clock")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(clock), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command(settings, run), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert chaos.differences(undisturbed, run) == []
@@ -358,7 +359,9 @@ def test_a_clock_that_jumps_changes_nothing(settings, undisturbed, tmp_path):
         for name, value in record.items()
         if name.startswith("timing/") and value is not None
     ]
-    assert max(map(abs, timings)) > 3600, "else no clock has jumped"
+    assert max(map(abs, timings)) > 3600, "else the driver's clock has not jumped"
+    jumped = [path for path in clock.iterdir() if path.name.isdigit()]
+    assert len(jumped) >= 7, "else a worker's clock has not"
 
 
 def test_two_runs_at_once_on_a_cluster_with_a_full_object_store_do_not_disturb_each_other(

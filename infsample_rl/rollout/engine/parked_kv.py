@@ -90,6 +90,7 @@ class ParkedInFile(Parking):
         self._places: dict[Hashable, list[int]] = {}  # of its pages in the file
         self._free: list[int] = []
         self._num_places = 0
+        self._unwritten: dict[int, list[Tensor]] = {}  # by place: what the file did not take
 
     def take(self, count: int) -> bool:
         """Take `count` pages, if as many are free, on the disk too."""
@@ -118,25 +119,42 @@ class ParkedInFile(Parking):
         for place, page in zip(places, pages, strict=True):
             for part, kept in zip(self._parts, self._page, strict=True):
                 kept.copy_(part[:, page])
-            self._check(os.pwritev(self._file.fileno(), self._buffers, place * self._page_bytes))
+            try:
+                self._check(os.pwritev(self._file.fileno(), self._buffers, place * self._page_bytes))
+            except OSError as error:
+                self._keep(place, error)
 
     def fetch(self, owner: Hashable, pages: list[int]) -> None:
         """Copy the owner's KV back, into `pages`, of which there may be more than it had."""
         places = self._places.pop(owner)
         for place, page in zip(places, pages, strict=False):
-            self._check(os.preadv(self._file.fileno(), self._buffers, place * self._page_bytes))
-            for part, kept in zip(self._parts, self._page, strict=True):
+            unwritten = self._unwritten.get(place)
+            if unwritten is None:
+                self._check(os.preadv(self._file.fileno(), self._buffers, place * self._page_bytes))
+            for part, kept in zip(self._parts, unwritten or self._page, strict=True):
                 part[:, page].copy_(kept)
-        self._free += places
+        self._let_go(places)
 
     def forget(self, owner: Hashable) -> None:
-        self._free += self._places.pop(owner, [])
+        self._let_go(self._places.pop(owner, []))
 
     def clear(self) -> None:
         """Let go of all KV."""
-        for places in self._places.values():
-            self._free += places
-        self._places.clear()
+        for owner in list(self._places):
+            self.forget(owner)
+
+    def _let_go(self, places: list[int]) -> None:
+        self._free += places
+        for place in places:
+            self._unwritten.pop(place, None)
+
+    def _keep(self, place: int, error: OSError) -> None:
+        """The page that could not be written waits in host memory: its sample was promised that it is not lost."""
+        if not self._unwritten:
+            warnings.warn(
+                f"rollout.preemption={self._folder} takes no KV, which waits in host memory: {error}", stacklevel=3
+            )
+        self._unwritten[place] = [kept.clone() for kept in self._page]
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes != self._page_bytes:

@@ -115,6 +115,22 @@ def test_a_disk_that_is_full_costs_time_but_no_sample(parking_engine, expected, 
     assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.pool.parking.most_pages <= 3
 
 
+def test_a_disk_that_takes_no_more_costs_memory_but_no_sample(parking_engine, expected, monkeypatch):
+    engine, real, written = parking_engine, os.pwritev, []
+
+    def write(file, buffers, offset):
+        written.append(offset)
+        if len(written) % 3:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(parked_kv.os, "pwritev", write)
+    with pytest.warns(UserWarning, match=r"rollout.preemption=.* takes no KV, which waits in host memory: .*too large"):
+        found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert tokens_of(found) == tokens_of(expected) and len(written) > 3
+    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens == 0 and not engine.pool.parking._unwritten
+
+
 def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected, monkeypatch):
     if file_system(Path("/dev/shm")) not in IN_MEMORY:
         pytest.skip("/dev/shm does not lie in memory")
