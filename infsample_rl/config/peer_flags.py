@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
-import yaml
 
+@cache
+def yaml_loader() -> Any:
+    """Reads YAML in which 1e-6 is a number."""
+    import yaml  # here: processes of reward functions need it not
 
-class Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number."""
+    class Loader(yaml.SafeLoader):
+        pass
 
-
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[\d.]+[eE][-+]?\d+$"), list("-+.0123456789"))
+    number = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
 
 
 def scalar(word: str) -> Any:
     """A word as YAML has it; as it stands where it is no YAML, or nothing."""
+    import yaml
+
     try:
-        return yaml.load(word, Loader) if word else word
+        return yaml.load(word, yaml_loader()) if word else word
     except yaml.YAMLError:
         return word
 

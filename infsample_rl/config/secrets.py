@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from infsample_rl.config.peer_flags import read_flags
+
 _KEY_NAME = re.compile(
     r"^token$|(^|_)(api_?key|access_?key|private_?key|secret(_?key)?|passw(or)?d|passphrase|credentials?|(api|auth|access|hf|wandb)_?token|authorization)$",
     re.I,
@@ -39,7 +41,8 @@ def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
     The message names the setting, never its value.
     """
     secrets = {value: name for name, value in environment.items() if is_secret_name(name) and len(value) >= SHORTEST}
-    for name, value in _leaves("", dataclasses.asdict(config)):
+    flags = read_flags(config.environment.script[1:])  # of a TRL script that gives the environment
+    for name, value in (*_leaves("", dataclasses.asdict(config)), *_leaves("environment.factory", flags)):
         key = name.rpartition(".")[2].replace("-", "_")
         if not isinstance(value, str) or not value:
             continue

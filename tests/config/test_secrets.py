@@ -62,6 +62,7 @@ def judge(completions, **columns):
             "reward.functions=[{name: kk, kwargs: {judge: sk-proj-abcdefghijkl}}]",
             "reward.functions[0].kwargs.judge holds what looks like a key",
         ),
+        ("environment.factory='play.py --hf_token=abc'", "environment.factory.hf_token is a key by its name"),
         ("run.name=sk-planted-000111222333", "run.name holds the value of OPENAI_API_KEY"),
         ("data.source='https://me:secret@example.org/rows.jsonl'", "data.source holds a URL with a password"),
     ],

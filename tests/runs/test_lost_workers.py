@@ -400,7 +400,7 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
 
 
 @pytest.mark.parametrize(
-    ("steps", "kills", "settings"), [(8, 6, []), (6, 3, ["run.max_staleness=1"])], ids=["", "asynchronous"]
+    ("steps", "kills", "settings"), [(8, 7, []), (6, 3, ["run.max_staleness=1"])], ids=["", "asynchronous"]
 )
 def test_disturbances_of_the_default_experiment_change_nothing(short_path, steps, kills, settings):
     seed = date.today().toordinal()  # no seed is tuned to

@@ -14,17 +14,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from infsample_rl.commands.chaos import differences
 from infsample_rl.learner.cpu_adam import compile_cpu_adam
 from tests.real_runs import kill_a_decoding_worker, same_everywhere
 
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
+LITTLE_KV = ("rollout.schedule=token_budget", "rollout.kv_budget_tokens=160", "rollout.preemption=park")
 BITS = (  # settings that may not change a bit
     ("rollout.schedule=token_budget", "rollout.slots=null"),
     ("rollout.schedule=token_budget", "rollout.kv_budget_tokens=160", "rollout.preemption=recompute"),
-    ("rollout.schedule=token_budget", "rollout.kv_budget_tokens=160", "rollout.preemption=park", "rollout.page_size=4"),
+    (*LITTLE_KV, "rollout.page_size=4"),
     *((f"rollout.schedule={name}",) for name in ("arrival", "full_group", "naive", "fixed_slot")),
     *((f"rollout.schedule={name}",) for name in ("fptas", "sjf", "infinite", "lpt")),
     ("cluster.weight_sync=broadcast",),
@@ -71,6 +78,8 @@ def no_kl(train):
 def test_no_bit_changes_with(no_kl, plain, changes):
     run = no_kl(*changes)
     assert [same_everywhere(row) for row in run.rows] == [same_everywhere(row) for row in plain.rows]
+    if "rollout.preemption=park" in changes:
+        assert run.rows[0]["rollout/preemptions"] > 0 and run.rows[0]["rollout/parked_tokens"] > 0
     if "rollout.preemption=recompute" in changes:
         assert run.rows[0]["rollout/preemptions"] > 0 and run.rows[0]["rollout/recomputed_tokens"] > 0
 
@@ -160,12 +169,22 @@ def judge(tiny_qwen3, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_a_reward_model_scores_every_sample(no_kl, plain, judge):
-    run = no_kl(f"reward.functions=[{{name: 'model:{judge}'}}]", "run.steps=1")
+def test_a_reward_model_scores_every_sample(no_kl, plain, judge, sums_file):
+    kept = "logging.completions_per_step=12"
+    run = no_kl(f"reward.functions=[{{name: 'model:{judge}'}}]", "run.steps=1", kept)
     (row,) = run.rows
     assert row["response/tokens"] == plain.rows[0]["response/tokens"] and row["reward/failed"] == 0
-    assert row["reward/std"] > 0 and row["reward/mean"] != plain.rows[0]["reward/mean"]
+    problems = [json.loads(line) for line in Path(sums_file).read_text().splitlines()]
+    samples = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    tokenizer, model = AutoTokenizer.from_pretrained(judge), AutoModelForSequenceClassification.from_pretrained(judge)
+    for sample in samples:
+        asked = {"role": "user", "content": problems[sample["row"] - 1]["question"]}
+        said = {"role": "assistant", "content": sample["response"]}
+        text = tokenizer.apply_chat_template([asked, said], tokenize=False)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            assert model(**inputs).logits.item() == pytest.approx(sample["reward"], abs=1e-4)
+    assert len(samples) == 12 and len({sample["reward"] for sample in samples}) > 6
 
 
 def advantages(run, step: int) -> dict[tuple[int, int], float]:
@@ -243,25 +262,46 @@ def test_a_teacher_draws_the_policy_towards_it_wherever_it_is(train, teacher):
         close(other, row, names=(*NAMES, "learner/kl"))
 
 
-RESUMED = {
-    "fsdp": (),
-    "ZeRO 3": ("learner.backend=deepspeed", "learner.zero_stage=3", "cluster.learner_ranks=2"),
-    "lora": ("learner.lora_rank=4",),
-    "arrival": ("rollout.schedule=arrival",),
+SHARDED = ("cluster.learner_ranks=2",)
+DEEPSPEED = (*SHARDED, "learner.backend=deepspeed")
+RESUMED = {  # every backend, schedule, objective and way of the weights once, with another of each
+    "the default": (),
+    "fsdp, full shard": (*SHARDED, "rollout.schedule=naive", "objective=gspo"),
+    "fsdp, hybrid": ("cluster.learner_ranks=4", "learner.shard_ranks=2", "rollout.schedule=full_group"),
+    "ZeRO 1": (*DEEPSPEED, "learner.zero_stage=1", "rollout.schedule=fixed_slot", "objective=cispo"),
+    "ZeRO 2": (*DEEPSPEED, "learner.zero_stage=2", "rollout.schedule=arrival", "objective=dr_grpo"),
+    "ZeRO 2, offload": (*SUMS["ZeRO 2, offload"], "rollout.schedule=sjf", "objective=rloo"),
+    "ZeRO 3": (*DEEPSPEED, "learner.zero_stage=3", "rollout.schedule=lpt", "cluster.weight_sync=broadcast"),
+    "LoRA, fsdp": (*SHARDED, "learner.lora_rank=4", "rollout.schedule=fptas"),
+    "LoRA, DeepSpeed": (*DEEPSPEED, "learner.lora_rank=4", "learner.lora_publish=adapters"),
+    "a reward model": ("reward.functions=[{name: 'model:JUDGE'}]", "rollout.schedule=infinite"),
+    "a KL in the reward": ("objective=paper_section_3_4", "objective.kl_reward_coef=0.5", *LITTLE_KV),
+    "a teacher": ("objective=distill", "reference.path=TEACHER"),
+    "8-bit KV": ("rollout.kv_dtype=int8", "objective.importance=token_tis", "objective.mismatch_stop=1"),
+    "dynamic sampling": ("objective=dapo", "objective.overlong_buffer_tokens=0"),
+    "asynchronous": ("run.max_staleness=1", "cluster.weight_sync=object_store"),
+    "the paper's predictor": ("rollout=paper", "data.prompts_per_step=32", "rollout.group_size=2", "run.steps=3"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in RESUMED]
+    "name", [pytest.param(name, marks=() if name == "the default" else pytest.mark.slow) for name in RESUMED]
 )
-def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never_stopped(no_kl, plain, name, tmp_path):
-    settings = (*RESUMED[name], "run.checkpoint_every=1")
-    whole = plain if name == "fsdp" else no_kl(*settings)
-    lost = tmp_path / "run"  # as when the machine fails before the second checkpoint is kept
+def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never_stopped(
+    no_kl, plain, name, tmp_path, judge, teacher
+):
+    if "offload" in name:
+        compile_cpu_adam()  # minutes of g++ the first time
+    named = {"JUDGE": str(judge), "TEACHER": str(teacher)}
+    settings = [each.replace("JUDGE", named["JUDGE"]).replace("TEACHER", named["TEACHER"]) for each in RESUMED[name]]
+    settings.append("run.checkpoint_every=1")
+    whole = plain if name == "the default" else no_kl(*settings)
+    last = len(whole.rows)
+    lost = tmp_path / "run"  # as when the machine fails before the last checkpoint is kept
     shutil.copytree(whole.folder, lost)
-    shutil.rmtree(lost / "checkpoints" / "step_000002")
+    shutil.rmtree(lost / "checkpoints" / f"step_{last:06d}")
     again = no_kl(*settings, "cluster.rollout_workers=2", folder=lost)
-    assert "going on after step 1" in again.log
+    assert f"going on after step {last - 1}" in again.log
     assert [same_everywhere(row) for row in again.rows] == [same_everywhere(row) for row in whole.rows]
 
 

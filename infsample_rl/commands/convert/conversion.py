@@ -15,7 +15,9 @@ from infsample_rl.commands.convert.values import NoEquivalent, count_rows, not_n
 from infsample_rl.config import fields
 from infsample_rl.config.overrides import SECTIONS
 
-SECRET = re.compile(r"(wandb\.key|use_wandb|token|(api|access|private)_key|secret(_key)?|password|credentials?)$", re.I)
+SECRET = re.compile(
+    r"(wandb\.key|use_wandb|token|(api|access|private)[_-]key|secret([_-]key)?|password|credentials?)$", re.I
+)
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}  # of transformers
 SCHEDULES |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 NO_CRITIC = "there is no critic: a baseline is the group's own"

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
-from infsample_rl.config.peer_flags import Loader
+from infsample_rl.config.peer_flags import yaml_loader
 from infsample_rl.config.secrets import is_secret_name
 from infsample_rl.reward.isolation import environment_of, holds_home, isolation_of
 
@@ -83,7 +83,7 @@ def _run(program: list[str], path: Path, variables: dict[str, str]) -> tuple[str
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. ValueError otherwise."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), yaml_loader())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.commands.convert.conversion import SCHEDULES, Conversion, Row
+from infsample_rl.commands.convert.conversion import SCHEDULES, SECRET, Conversion, Row
 from infsample_rl.commands.convert.recording import read_yaml, trainer_of, words_of
 from infsample_rl.commands.convert.values import (
     choose,
@@ -127,11 +127,12 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         return given, []
     record = trainer_of(script, words[start:], given)
     made, code = _made(record["trainer"])
-    given = {name: value for name, value in given.items() if name not in record["own"]}
+    own = [name for name in record["own"] if not SECRET.search(name)]  # a key stays behind, and is told of
+    given = {name: value for name, value in given.items() if name not in own}
     factory = made.get("environment_factory")
-    if factory is not None and not (_is_in_file(factory) and not record["own"]):  # it is as the script has made it
-        own = words[start:] if record["taken"] else _words_of(words[start:], record["own"])
-        made["environment_factory"] = shlex.join([os.path.abspath(script), *own])
+    if factory is not None and not (_is_in_file(factory) and not own):  # it is as the script has made it
+        arguments = words[start:] if record["taken"] else _words_of(words[start:], own)
+        made["environment_factory"] = shlex.join([os.path.abspath(script), *arguments])
     imported = [*made["reward_funcs"], *made.get("tools", []), str(made.get("environment_factory"))]
     if any(".py:" in name for name in imported) and "__name__" not in script.read_text(encoding="utf-8"):
         code.append('the script trains when its functions are imported: put that under `if __name__ == "__main__"`')

@@ -331,6 +331,11 @@ def test_what_a_script_makes_in_its_main_is_kept(convert, refused, tmp_path, mon
     }
     mapped = LOCAL.replace("from_dict(rows)", "from_dict(rows).map(len)")
     assert "train_dataset.map() is not run: save what it makes" in refused("trl", "echo.py", mapped)
+    keyed = (
+        LOCAL.replace('"--rows"', '"--api-key"').replace("type=int, default=2", "default=''").replace("args.rows", "2")
+    )
+    found = convert("trl", "echo.py", keyed, "--api-key", "abc")
+    assert "abc" not in found.text and found.said == "not converted: api-key=(not shown)\n"
     several = LOCAL.replace("environment_factory=Echo", "environment_factory={'echo': Echo}")
     assert convert("trl", "echo.py", several).has({"environment.factory": 0}) == {
         "environment.factory": f"{tmp_path}/echo.py"
