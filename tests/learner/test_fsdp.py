@@ -286,3 +286,25 @@ def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(
         found[offload] = norm, masters
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
     assert_tensors_close(found[True][1], found[False][1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_two_updates_repeat_bit_by_bit(tools, one_rank_group, samples, untied_policy, device, dtype):
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as a learner where run.deterministic
+    try:
+        for _ in range(2):
+            policy = PackedPolicy(tools.load_plain(untied_policy).to(device), valid_vocab=60, chunk_tokens=7)
+            backend = FsdpBackend(policy, EVERY_ROW, device=torch.device(device), dtype=dtype, world_size=1)
+            for _ in range(2):
+                for part in (samples[:6], samples[6:]):
+                    backend.backward(backend.forward(pack_samples(part, torch.device(device)).row, 0.7)[0].sum())
+                backend.update(factor=0.5, max_norm=1.0, lr=1e-3)
+            found.append({name: master.cpu() for name, master in backend.training_states(["master"])})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
