@@ -9,8 +9,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from infsample_rl.commands.chaos import differences
+from infsample_rl.commands.convert.__main__ import main as convert
 from infsample_rl.commands.disturbance import Target, send
 from infsample_rl.learner.advantage import turn_advantages
 from tests.real_runs import kill_a_decoding_worker
@@ -89,6 +91,64 @@ def odd(environments, completions, **kwargs):
     return [each.reward + len(said[-1]["content"]) / 100 if each.kind == "odd" else None
             for each, said in zip(environments, completions)]
 '''
+SCRIPT = '''
+import argparse
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+
+def reward(environments, completions, **kwargs):
+    return [each.total + len(said[-1]["content"]) / 1000 for each, said in zip(environments, completions)]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bonus", type=float, default=0.0)
+    args = parser.parse_args()
+
+    class Adds:
+        def reset(self, answer, **row):
+            assert "environment" not in row
+            self.total = float(answer) / 8
+
+        def add(self, amount: int) -> int:
+            """Adds.
+
+            Args:
+                amount: What is added.
+            """
+            self.total += amount
+            return amount
+
+    class Doubles(Adds):
+        def reset(self, answer, **row):
+            super().reset(answer, **row)
+            self.total += args.bonus
+
+        def double(self) -> str:
+            """Doubles."""
+            self.total *= 2
+            return str(self.total)
+
+    rows = {
+        "prompt": [[{"role": "user", "content": f"Reach {number}."}] for number in range(6)],
+        "answer": [str(number) for number in range(6)],
+        "environment": ["adds", "doubles"] * 3,
+    }
+    trainer = GRPOTrainer(
+        "a/b",
+        reward_funcs=reward,
+        train_dataset=Dataset.from_dict(rows),
+        args=GRPOConfig(num_generations=4),
+        environment_factory={"adds": Adds, "doubles": Doubles},
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
+'''
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
@@ -164,6 +224,28 @@ def test_trls_functions_of_environments_reward_the_prompts_that_they_are_for(tra
     for each in map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()):
         [value] = [value for value in each["components"].values() if value is not None]
         assert value == pytest.approx(each["reward"]) and set(each["components"]) == {"even", "odd"}
+
+
+@pytest.mark.slow
+def test_a_trl_script_with_environments_of_its_own_is_converted_and_trains(train, tmp_path, monkeypatch, capsys):
+    (tmp_path / "play.py").write_text(SCRIPT)
+    (tmp_path / "tools.jinja").write_text("{% for t in tools %}{{ t.function.name }} {% endfor %}" + TEMPLATE)
+    monkeypatch.chdir(tmp_path)
+    assert convert(["trl", "play.py", "--bonus", "2"]) == 0
+    made = yaml.safe_load(capsys.readouterr().out)
+    run = train(
+        f"environment.factory={made['environment']['factory']}",
+        f"data.source={tmp_path / made['data']['source']}",
+        f"reward.functions=[{made['reward']['functions'][0]['name']}]",
+        *(f"model.chat_template={tmp_path}/tools.jinja", f"rollout.stop_token_ids={STOPS}", "objective=no_kl"),
+        *("data.max_prompt_tokens=128", "logging.completions_per_step=1000", "learner.max_tokens_per_micro_batch=256"),
+    )
+    assert all(row["learner/grad_norm"] > 0 and row["reward/failed"] == 0 for row in run.rows)
+    for each in map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()):
+        offered = each["prompt"].partition("<|im_start|>")[0]
+        assert offered in ("add ", "add double ")
+        made = (each["row"] - 1) / 8 + (2.0 if offered == "add double " else 0.0)
+        assert made <= each["reward"] < made + 0.1
 
 
 @pytest.mark.slow
