@@ -84,12 +84,13 @@ WITHOUT_EFFECT = (
 def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of TRL's, and for what is missing."""
     given, code = _read(path, arguments)
-    columns, written = given.pop(COLUMNS, None), ""
+    columns, own = given.pop(COLUMNS, None), Path(f"{path.stem}_rows.jsonl")
     rows = [line for line in code if line.startswith("train_dataset.")]
     if rows and not given.get("dataset_name"):
         raise ValueError(f"{path.name}: {rows[-1]}, here by --dataset_name rows.jsonl behind it")
-    if columns and not given.get("dataset_name"):
-        given["dataset_name"] = written = _write_rows(columns, Path(f"{path.stem}_rows.jsonl"))
+    text = "" if given.get("dataset_name") else _as_lines(columns or {}, own)
+    if text:
+        given["dataset_name"] = str(own)
     given |= given.pop("model_init_kwargs", None) or {}  # of a script or a YAML file: dtype
     for theirs, today in (("nproc_per_node", "num_processes"), ("torch_dtype", "dtype")):
         given |= {today: given.pop(theirs)} if theirs in given else {}
@@ -98,7 +99,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     files, config = c.value("dataset_name", local_paths), c.value("dataset_config")
     files = [f"{file}:{config}" if config else file for file in files]
     c.set_sources(files, "dataset_name", [] if c.is_off("eval_strategy") else files, "eval_strategy")
-    if written:
+    if text:
         c.set("data.source", c.ours("data.source"), why=f"the rows that {path.name} makes, written by this command")
     prompt = c.value("max_prompt_length", lambda longest: 1024 if longest is None else positive(longest))
     c.set_lengths(prompt, c.value("max_completion_length", positive, 512), "max_prompt_length max_completion_length")
@@ -106,7 +107,10 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     _environment(c)
     _rewards(c)
     c.place(c.value("num_processes", positive, 1), "num_processes")
-    return c.finish(c.value("report_to", texts), "report_to")
+    c.finish(c.value("report_to", texts), "report_to")
+    if text:
+        own.write_text(text, encoding="utf-8")
+    return c
 
 
 def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -180,14 +184,13 @@ def _columns(args: list[Any]) -> dict[str, list[Any]]:
     return given if len(set(map(len, given.values()))) == 1 else {}
 
 
-def _write_rows(columns: dict[str, list[Any]], file: Path) -> str:
-    """As a file of rows. ValueError where another one is there."""
+def _as_lines(columns: dict[str, list[Any]], file: Path) -> str:
+    """The text of a file of these rows. ValueError where it is there with others."""
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if text and file.exists() and file.read_text(encoding="utf-8") != text:
         raise ValueError(f"{file} is there with other rows than the script's: move it, or give its own --dataset_name")
-    file.write_text(text, encoding="utf-8")
-    return str(file)
+    return text
 
 
 def _is_in_file(factory: Any) -> bool:
