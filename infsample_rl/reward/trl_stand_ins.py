@@ -27,6 +27,7 @@ class Run:
     flags: dict[str, Any] = {}
     taken: set[str] = set()  # flags that are no settings, where a parser of TRL's has read them
     own: set[str] = set()  # flags that the script's own argparse has read
+    subclasses: set[str] = set()  # of a trainer, the script's own
 
     @staticmethod
     def reached(trainer: Recorded) -> None:
@@ -38,6 +39,20 @@ class Settings:
     """What the script's own subclass of GRPOConfig or ScriptArguments is a class of; what is not given is None."""
 
     def __getattr__(self, name: str) -> None: ...
+
+
+class OwnTrainer:
+    """What the script's own subclass of a trainer is a class of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._given = Recorded("Trainer()", None, args, kwargs)
+        Run.subclasses.add(type(self).__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def train(self, *args: Any, **kwargs: Any) -> None:
+        Run.reached(self._given)
 
 
 class Recorded:
@@ -74,7 +89,7 @@ class Recorded:
         return iter(())
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        return (Settings,)
+        return (OwnTrainer if self._name.endswith("Trainer") else Settings,)
 
     def __ge__(self, other: Any) -> bool:
         return False

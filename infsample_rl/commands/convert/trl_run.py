@@ -31,7 +31,7 @@ def as_json(value: Any) -> Any:
 
 def write_record(trainer: Recorded) -> None:
     """All is known: write it down and end, before the script's own clearing up."""
-    made = {"trainer": trainer, "taken": sorted(Run.taken), "own": sorted(Run.own)}
+    made = {"trainer": trainer, "taken": sorted(Run.taken), "own": sorted(Run.own), "classes": sorted(Run.subclasses)}
     with open(os.environ["INFSAMPLE_RL_RECORD"], "w") as file:
         json.dump(made, file, default=as_json)
     os._exit(0)

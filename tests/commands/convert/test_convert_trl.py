@@ -340,3 +340,10 @@ def test_what_a_script_makes_in_its_main_is_kept(convert, refused, tmp_path, mon
     assert convert("trl", "echo.py", several).has({"environment.factory": 0}) == {
         "environment.factory": f"{tmp_path}/echo.py"
     }
+
+
+def test_a_trainer_of_the_scripts_own_is_read_and_told_of(convert):
+    own = OPENENV.replace("if __name__", "class Mine(GRPOTrainer):\n    def compute_loss(self): ...\n\nif __name__")
+    found = convert("trl", "count.py", own.replace('GRPOTrainer("a/b"', 'Mine("a/b"'), "--dataset_name", "c/d")
+    assert found.config.model.path == "a/b" and found.functions() == [("count.py:counted", 1.0)]
+    assert found.said == "not converted: Mine is a trainer of the script's own: what its methods change\n"
