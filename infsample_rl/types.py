@@ -39,6 +39,7 @@ class EpisodeStart(NamedTuple):
     seed: int
     columns: dict[str, Any]  # of the row, and its messages as `prompt`
     messages: list[dict[str, str]] | None = None  # of the prompt, where they are what an environment said in its place
+    tools: list[dict[str, Any]] | tuple[()] = ()  # that a program offers its policy
 
 
 @dataclass(frozen=True, kw_only=True)

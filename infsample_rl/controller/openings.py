@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from infsample_rl.config import Config
+from infsample_rl.config.environment import NAMELESS
 from infsample_rl.data.chat import with_opening
+from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
+from infsample_rl.reward.policy_endpoint import Asked
 from infsample_rl.types import EpisodeStart, Prompt
 
 
@@ -23,7 +26,7 @@ class Openings:
         """The prompts with their starts. `position`: of the first in the run's data, so that a seed comes once.
 
         An environment that does not begin fails in each of its samples again, which is counted there: its prompt goes
-        on without. ValueError for a prompt that gets too long."""
+        on without. ValueError for a prompt that gets too long, and for tools that the chat template cannot call."""
         if self._host is None or not prompts:
             return prompts
         with ThreadPoolExecutor(self._config.environment.workers) as threads:
@@ -42,11 +45,15 @@ class Openings:
             said = self._host.opening(start.seed, start.columns)
         except EnvironmentFailed:
             said, start = "", start._replace(messages=[])
-        if isinstance(said, list):
-            start = start._replace(messages=said)
+        data, tools = self._config.data.parts[prompt.source], self._host.tools
+        if isinstance(said, Asked):
+            start, tools = start._replace(messages=said.messages, tools=said.tools), {NAMELESS: said.tools}
+            if said.tools:
+                stops = self._tokenizer.all_special_ids
+                TurnTemplate.of(self._tokenizer, data.chat_template_kwargs, said.tools, stops)
         if said:
-            data = self._config.data.parts[prompt.source]
-            prompt = with_opening(prompt, said, self._tokenizer, data, self._host.tools)
+            opening = said.messages if isinstance(said, Asked) else said
+            prompt = with_opening(prompt, opening, self._tokenizer, data, tools)
         return dataclasses.replace(prompt, start=start)
 
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from infsample_rl.reward.policy_endpoint import Message, PolicyEndpoint
+from infsample_rl.reward.policy_endpoint import Asked, PolicyEndpoint
 
 Call = Callable[..., Any]  # calls a method, and waits for one that is async
 
@@ -24,25 +24,20 @@ Call = Callable[..., Any]  # calls a method, and waits for one that is async
 class Acted(NamedTuple):
     """What comes of an action."""
 
-    said: Any
+    said: Any  # where tools were called, a list of what each of them said
     reward: Any
     ended: bool
-
-
-class Asked(NamedTuple):
-    """What takes the place of a row's prompt."""
-
-    messages: list[Message]
 
 
 class Acting(Protocol):
     """An environment of one trajectory."""
 
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """Begin; what is said then, None: nothing, or Asked."""
+        """Begin; what is said then, None: nothing, or Asked, which takes the place of a row's prompt."""
 
-    def act(self, text: str, is_last: bool = False) -> Acted:
-        """What comes of a turn's text. `is_last`: no turn follows; a program may then be given None, no turn at all."""
+    def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
+        """What comes of a turn's text. `is_last`: no turn follows; a program may then be given None, no turn at all.
+        `calls`: of the tools that a program has offered."""
 
 
 def acts(kind: Any) -> bool:
@@ -89,7 +84,7 @@ class Gymnasium:
         said = self._call(self._made.reset, **given)
         return said[0] if isinstance(said, tuple) else said  # beside it is info
 
-    def act(self, text: str, is_last: bool = False) -> Acted:
+    def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
         """As Acting.act."""
         said, reward, terminated, truncated = self._call(self._made.step, text)[:4]
         return Acted(said, reward, bool(terminated or truncated))
@@ -106,7 +101,7 @@ class SkyRL:
         messages, _ = self._call(self._made.init, [])
         return _contents(messages) or None
 
-    def act(self, text: str, is_last: bool = False) -> Acted:
+    def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
         """As Acting.act."""
         found = self._call(self._made.step, text)
         return Acted(_contents(found["observations"]), found["reward"], bool(found["done"]))
@@ -123,7 +118,7 @@ class TextArena:
         self._call(self._made.reset, num_players=1, seed=seed)
         return self._observe()
 
-    def act(self, text: str, is_last: bool = False) -> Acted:
+    def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
         """As Acting.act."""
         done, _ = self._call(self._made.step, text)
         if not done:
@@ -156,13 +151,16 @@ class Program:
         if asked is None:
             self._reward()
             raise ValueError("rollout ended without a request to the policy")
-        return Asked(asked)
+        return asked
 
-    def act(self, text: str | None, is_last: bool = False) -> Acted:
+    def act(self, text: str | None, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
         """As Acting.act: its next request, or its end, which has the reward."""
-        self._endpoint.answer(text, is_last=is_last)
+        self._endpoint.answer(text, calls, is_last=is_last)
         asked = self._endpoint.asked.get()
-        return Acted("", self._reward(), True) if asked is None else Acted(asked[-1]["content"], 0.0, False)
+        if asked is None:
+            return Acted("", self._reward(), True)
+        said = [message["content"] for message in asked.messages[-max(1, len(calls)) :]]
+        return Acted(said if calls else said[0], 0.0, False)
 
     def _play(self, given: dict[str, Any]) -> None:
         reward, error = None, None

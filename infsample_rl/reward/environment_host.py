@@ -27,6 +27,7 @@ from typing import Any
 
 from infsample_rl.config import Config
 from infsample_rl.reward.environment_server import EnvironmentServer
+from infsample_rl.reward.policy_endpoint import Asked, is_tool
 from infsample_rl.types import Request
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, group
 MOST_UNREAD = 1 << 24  # bytes of one reply
 FORGED = "it wrote into the line of its answers"
-Opening = str | list[dict[str, str]]  # what the prompt goes on with, or messages that take its place
+Opening = str | Asked  # what the prompt goes on with, or what takes its place
 
 
 class EnvironmentFailed(Exception):
@@ -52,6 +53,7 @@ class _Episode:
     seed: int
     columns: dict[str, Any]
     messages: list[dict[str, str]] | None = None  # as EpisodeStart's
+    tools: list[dict[str, Any]] = field(default_factory=list)
     line: socket.socket | None = None  # to its process, once it has one
     pid: int = 0  # of its process, as the system knows it
     unread: bytes = b""
@@ -80,10 +82,15 @@ class EnvironmentHost:
         self._threads.submit(self._answer, key, self._episodes[key], request, list(before))
 
     def open(
-        self, key: Hashable, seed: int, columns: dict[str, Any], messages: list[dict[str, str]] | None = None
+        self,
+        key: Hashable,
+        seed: int,
+        columns: dict[str, Any],
+        messages: list[dict[str, str]] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         """There is to be an environment of `key`, made when it is first asked, with an EpisodeStart."""
-        self._episodes[key] = _Episode(seed, columns, messages)
+        self._episodes[key] = _Episode(seed, columns, messages, list(tools))
 
     def opening(self, seed: int, columns: dict[str, Any]) -> Opening:
         """What an environment says at its beginning. EnvironmentFailed when it does not begin."""
@@ -152,10 +159,10 @@ class EnvironmentHost:
             self._end(episode)
             self._meet(episode, self._successor(server))
         found = self._receive(episode)
-        messages = found.get("messages")
-        if messages is not None and not _are_messages(messages):
+        messages, tools = found.get("messages"), found.get("tools", [])
+        if messages is not None and not (_are_messages(messages) and all(map(is_tool, tools))):
             raise EnvironmentFailed(FORGED)
-        episode.opening = str(found["said"]) if messages is None else messages
+        episode.opening = str(found["said"]) if messages is None else Asked(messages, tools)
 
     def _meet(self, episode: _Episode, server: EnvironmentServer) -> None:
         """Its process's first word, so that the system says who it is."""
@@ -166,7 +173,7 @@ class EnvironmentHost:
                 server.hand_over(theirs)
             except OSError:
                 raise ProcessEnded("the process that makes environments is gone") from None
-        self._call(episode, "reset", episode.seed, episode.columns, episode.messages)
+        self._call(episode, "reset", episode.seed, episode.columns, episode.messages, episode.tools)
 
     def _successor(self, server: EnvironmentServer) -> EnvironmentServer:
         """The server now, after one of whose forks has ended before it began."""
@@ -253,7 +260,12 @@ def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:
             return False
         return isinstance(said, list) and len(said) == len(given[0]) and all(isinstance(text, str) for text in said)
     if what == "act":
-        return isinstance(said, str) and isinstance(found.get("ended"), bool) and _is_number(found.get("reward"))
+        answers, called = found.get("answers", []), len(given[2]) if len(given) > 2 else 0
+        if not isinstance(answers, list) or not all(map(_is_text, answers)):
+            return False
+        if not isinstance(said, str) or not isinstance(found.get("ended"), bool):
+            return False
+        return (found["ended"] or len(answers) == called) and _is_number(found.get("reward"))
     functions, reported = found.get("functions"), found.get("reported")
     if "reward" not in found or not isinstance(functions, dict) or not isinstance(reported, dict):
         return False

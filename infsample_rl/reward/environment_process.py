@@ -9,16 +9,17 @@ JSON, so that the host unpickles nothing a user's code could have made.
                                     <-      {"pid": ..., "form": "tools", "tools": {NAME: [schema, ...]}} or {"error":
                                             "..."}
     a socket                        ->      a fork, which talks through it:
-    ("reset", seed, columns, the prompt's messages where they are what another said, else None)
+    ("reset", seed, columns, the prompt's messages and tools where they are what another asked for, else None, [])
                                     ->
                                     <-      {}, then {"said": "..."}, what the episode opens with, or {"said": "",
-                                            "messages": [...]}, what takes the place of the prompt
+                                            "messages": [...], "tools": [...]}, what takes the place of the prompt
     ("call", [(name, arguments)])   ->
                                     <-      {"said": ["...", ...], "failed": 0}, an answer to every call; with
                                             {"lists": {"0": [...]}}, those that were lists, as such
-    ("act", text, whether no turn follows)
+    ("act", text, whether no turn follows, [(name, arguments)] of tools that a program offers)
                                     ->
-                                    <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions
+                                    <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions; with
+                                            calls {"answers": ["...", ...]}
     ("reward", messages)            ->      all that was said after the prompt
                                     <-      {"reward": 1.0, "functions": {NAME: 1.0}, "reported": {"NAME/KEY": 1.0}},
                                             null where the environment has none, or a function leaves it out
@@ -40,14 +41,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infsample_rl.reward.environment_forms import Acted, Acting, Asked, accepted, acting
+from infsample_rl.reward.environment_forms import Acted, Acting, accepted, acting
 from infsample_rl.reward.environment_maker import TOOLS, Maker
 from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.linux_sandbox import NAME, prctl
-from infsample_rl.reward.policy_endpoint import Message
+from infsample_rl.reward.policy_endpoint import Asked, Message, Tool
 from infsample_rl.reward.user_function import describe_error
 
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
@@ -157,6 +158,7 @@ def _opening(
     seed: int,
     columns: dict[str, Any],
     messages: list[Message] | None,
+    tools: list[Tool],
 ) -> dict[str, Any]:
     if actor is not None:
         said = actor.open(seed, columns)
@@ -166,9 +168,9 @@ def _opening(
         said = None
     if isinstance(said, Asked):
         found = [each | {"content": _text(each["content"])} for each in said.messages]
-        if messages not in (None, found):
+        if messages is not None and (messages, tools) != (found, said.tools):
             raise ValueError("rollout's first request must follow from its seed and row: it is not its group's prompt")
-        return {"said": "", "messages": found}
+        return {"said": "", "messages": found, "tools": said.tools}
     return {"said": "" if said is None else _text(said)}
 
 
@@ -192,7 +194,10 @@ def _answers(
 
 
 def _acted(acted: Acted) -> dict[str, Any]:
-    return {"said": _text(acted.said), "reward": _number(acted.reward), "ended": acted.ended}
+    found = {"said": "", "reward": _number(acted.reward), "ended": acted.ended}
+    if isinstance(acted.said, list):
+        return found | {"answers": list(map(_text, acted.said))}
+    return found | {"said": _text(acted.said)}
 
 
 def _rewards(

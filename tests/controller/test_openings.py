@@ -9,12 +9,15 @@ from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.openings import Openings, seed_of
 from infsample_rl.reward.environment_host import EnvironmentFailed
+from infsample_rl.reward.policy_endpoint import Asked
 from infsample_rl.types import Prompt
 from tests.conftest import byte_tokenizer
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
 
 class Host:
-    tools = ()
+    tools = {"": ()}
 
     def opening(self, seed, columns):
         if columns["answer"] == "broken":
@@ -46,10 +49,29 @@ def test_the_last_user_message_goes_on_with_it():
 
 def test_messages_of_a_program_take_the_place_of_the_prompt(monkeypatch):
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    monkeypatch.setattr(Host, "opening", lambda self, seed, columns: asked)
+    monkeypatch.setattr(Host, "opening", lambda self, seed, columns: Asked(asked))
     [opened] = openings().open([prompt(0)], position=40)
     assert opened.messages == opened.start.messages == asked and "A game." not in opened.text
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
+
+
+def test_tools_that_a_program_offers_are_offered_to_its_policy(monkeypatch):
+    asked = Asked([{"role": "user", "content": "Who?"}], [ADD])
+    monkeypatch.setattr(Host, "opening", lambda self, seed, columns: asked)
+    made = openings()
+    template = made._tokenizer.chat_template
+    with pytest.raises(ValueError, match="writes tool calls in no known form"):
+        made.open([prompt(0)], position=40)
+    calls = "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    made._tokenizer.chat_template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + calls + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    try:
+        [opened] = made.open([prompt(0)], position=40)
+    finally:
+        made._tokenizer.chat_template = template
+    assert opened.text.startswith("add <|im_start|>user\nWho?") and opened.start.tools == [ADD]
 
 
 def test_every_place_in_the_data_has_a_seed_of_its_own_that_comes_again():

@@ -110,6 +110,27 @@ class Play:
         return 0.5
 
 
+class Tooled:
+    """Calls the policy with a tool."""
+
+    def rollout(self, base_url, api_key, target):
+        from urllib.request import Request, urlopen
+
+        parameters = {"type": "object", "properties": {"amount": {"type": "integer"}}}
+        tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+        messages = [{"role": "user", "content": target}]
+        for _ in range(2):
+            body = json.dumps({"messages": messages, "tools": tools}).encode()
+            headers = {"Authorization": f"Bearer {api_key}"}
+            with urlopen(Request(base_url + "/chat/completions", body, headers)) as response:
+                answer = json.load(response)["choices"][0]["message"]
+            messages.append(answer)
+            for call in answer.get("tool_calls") or []:
+                said = str(2 * json.loads(call["function"]["arguments"])["amount"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+        return float(answer["content"] == "8")
+
+
 class Deaf:
     def rollout(self, client):
         return 0.0
@@ -348,13 +369,31 @@ def test_a_program_calls_the_policy_itself(file):
     prompt = [{"role": "user", "content": "5 7"}]
     host = EnvironmentHost(config_of(factory=f"{file}:Play"))
     try:
-        assert host.form == "program" and host.opening(7, {"target": 5}) == prompt
+        assert host.form == "program" and host.opening(7, {"target": 5}).messages == prompt
         host.open("one", 7, {"target": 5}, prompt)
         for request, said in ((("act", "left", False), "you said left"), (("act", "right", False), "")):
             host.ask("one", request)
             assert answers(host, 1)["one"] == {"said": said, "reward": 0.5 * (not said), "ended": not said}
         host.open("two", 7, {"target": 6}, prompt)
         host.ask("two", ("act", "left", False))
+        assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
+    finally:
+        host.close()
+
+
+def test_a_program_offers_tools_and_is_given_their_calls(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Tooled"))
+    try:
+        asked = host.opening(7, {"target": "Twice four?"})
+        assert asked.messages == [{"role": "user", "content": "Twice four?"}]
+        assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
+        host.open("one", 7, {"target": "Twice four?"}, *asked)
+        host.ask("one", ("act", "So:", False, [("add", {"amount": 1}), ("add", {"amount": 4})]))
+        assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "answers": ["2", "8"]}
+        host.ask("one", ("act", "8", False))
+        assert answers(host, 1)["one"] == {"said": "", "reward": 1.0, "ended": True}
+        host.open("two", 7, {"target": "Twice four?"}, asked.messages, [])
+        host.ask("two", ("act", "8", False))
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
         host.close()
@@ -610,7 +649,7 @@ def test_a_script_that_never_trains_is_one_line(script):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game, Play, Deaf, Dice; did you"),
+        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game, Play, Tooled, Deaf, Dice;"),
         ({"factory": "{}:MIXED"}, "all must be of one form, got {'count': 'tools', 'game': 'actions'}"),
         ({"factory": "{}:WRONG"}, ":WRONG, 'count', is neither a class nor a function"),
         ({"factory": "/no/such.py --most 4"}, "environment.factory: no file /no/such.py"),

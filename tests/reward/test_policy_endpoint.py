@@ -10,22 +10,24 @@ import urllib.request
 
 import pytest
 
-from infsample_rl.reward.environment_forms import Acted, Asked, Program
-from infsample_rl.reward.policy_endpoint import OVER, ROUTE
+from infsample_rl.reward.environment_forms import Acted, Program
+from infsample_rl.reward.policy_endpoint import OVER, ROUTE, Asked
 
 WHO = [{"role": "user", "content": "Who 3?"}]
 MORE = {"role": "user", "content": "And?"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 
 
 def post(base_url, api_key, messages, **others):
-    """The answer's text; RuntimeError with what a refusal says."""
-    timeout, retries = others.pop("timeout", 20), others.pop("retries", "0")
+    """The answer's text, or all of it; RuntimeError with what a refusal says."""
+    timeout, retries, whole = others.pop("timeout", 20), others.pop("retries", "0"), others.pop("whole", False)
     headers = {"Authorization": f"Bearer {api_key}", "x-stainless-retry-count": retries}
     body = others.pop("body", None) or json.dumps({"model": "policy", "messages": messages} | others).encode()
     request = urllib.request.Request(base_url + "/chat/completions", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
-            return json.load(response)["choices"][0]["message"]["content"]
+            message = json.load(response)["choices"][0]["message"]
+            return message if whole else message["content"]
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{error.code}: {json.load(error)['error']['message']}") from None
 
@@ -95,14 +97,20 @@ class Tries:
         (lambda url, key, said: post(url, key, []), "400: give messages, a list of objects"),
         (lambda url, key, said: post(url, key, [*said, MORE], temperature=0.2), "400: temperature=0.2: how is sampled"),
         (lambda url, key, said: post(url, key, [*said, MORE], n=2), "400: n=2: how is sampled"),
-        (lambda url, key, said: post(url, key, [*said, MORE], tools=[{}]), "400: tools=[{}]: how is sampled"),
+        (lambda url, key, said: post(url, key, [*said, MORE], tools=[{}]), "400: tools must be a list of"),
+        (lambda url, key, said: post(url, key, [*said, MORE], tools=[ADD]), "400: tools are not what they were"),
+        (lambda url, key, said: post(url, key, [*said, MORE], tool_choice="none"), '400: tool_choice="none": how'),
         (lambda url, key, said: post(url, key, said), "400: messages must have one message of the user more"),
         (lambda url, key, said: post(url, key, [*said, MORE, MORE]), "400: messages must have one message of the user"),
         (lambda url, key, said: post(url, key, [MORE, *said[1:], MORE]), "400: messages[0] is not what it was"),
         (lambda url, key, said: post(url, key, [*WHO, MORE, MORE]), "400: messages[1] is not what it was"),
         (
             lambda url, key, said: post(url, key, [*said, {"role": "tool", "content": "4"}]),
-            "400: messages[2].role must be one of system, developer, user, assistant, got 'tool'",
+            "400: messages[2] has tool calls in another form",
+        ),
+        (
+            lambda url, key, said: post(url, key, [*said, {"role": "tool", "content": "4", "tool_call_id": "a"}]),
+            "400: messages must have one message of the user more",
         ),
         (
             lambda url, key, said: post(url, key, [*said, {"role": "user", "content": [{"type": "image_url"}]}]),
@@ -185,3 +193,68 @@ def test_a_program_must_ask_the_policy():
 
     with pytest.raises(ValueError, match="rollout ended without a request to the policy"):
         Program(Silent()).open(0, {})
+
+
+CALLS = [("add", {"a": 1}), ("add", {"a": 2})]
+
+
+def test_openais_client_calls_tools():
+    openai = pytest.importorskip("openai")
+
+    class Client:
+        async def rollout(self, base_url, api_key):
+            client, messages = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), list(WHO)
+            for _ in range(2):
+                found = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+                self.reason, message = found.choices[0].finish_reason, found.choices[0].message
+                calls = [(call, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+                messages += [message]
+                messages += [{"role": "tool", "tool_call_id": call.id, "content": str(a["a"])} for call, a in calls]
+            return float(message.content == "3")
+
+    made = Client()
+    program = Program(made)
+    assert program.open(0, {}) == Asked(WHO, [ADD])
+    assert program.act("Let me see.", calls=CALLS) == Acted(["1", "2"], 0.0, False) and made.reason == "tool_calls"
+    assert program.act("3") == Acted("", 1.0, True) and made.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda calls, tools: (calls, tools[:1]), "messages must have one of role tool for each of the 2 calls"),
+        (lambda calls, tools: (calls, tools[::-1]), "messages must have one of role tool for each of the 2 calls"),
+        (lambda calls, tools: (calls, [*tools, MORE]), "messages must have one of role tool for each of the 2 calls"),
+        (lambda calls, tools: (calls[:1], tools), "messages[1] is not what it was"),
+        (lambda calls, tools: ([{"id": "a"}], tools), "messages[1] has tool calls in another form than OpenAI's"),
+    ],
+)
+def test_every_call_must_be_answered(change, said):
+    class Tries:
+        def rollout(self, base_url, api_key):
+            answer = post(base_url, api_key, WHO, tools=[ADD], whole=True)
+            tools = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in answer["tool_calls"]]
+            calls, tools = change(answer["tool_calls"], tools)
+            try:
+                post(base_url, api_key, [*WHO, answer | {"tool_calls": calls}, *tools], tools=[ADD])
+            except RuntimeError as error:
+                self.said = str(error)
+            return 0.5
+
+    made = Tries()
+    program = Program(made)
+    program.open(0, {})
+    assert program.act("", calls=CALLS) == Acted("", 0.5, True)
+    assert made.said.startswith(f"400: {said}")
+
+
+def test_a_trajectory_begins_without_tool_calls():
+    class Begins:
+        def rollout(self, base_url, api_key):
+            with pytest.raises(RuntimeError, match=r"messages\[1\]: a trajectory begins without tool calls"):
+                post(base_url, api_key, [*WHO, {"role": "tool", "content": "4", "tool_call_id": "a"}])
+            return float(post(base_url, api_key, WHO) == "me")
+
+    program = Program(Begins())
+    assert program.open(0, {}) == Asked(WHO)
+    assert program.act("me") == Acted("", 1.0, True)

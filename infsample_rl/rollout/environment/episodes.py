@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from infsample_rl.config.environment import EnvironmentConfig, of_row
-from infsample_rl.data.turns import TurnTemplate, assistant_message
+from infsample_rl.data.turns import ToolCall, TurnTemplate, assistant_message
 from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import Sample
@@ -29,7 +29,12 @@ class Environments(Protocol):
     answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
 
     def open(
-        self, key: Hashable, seed: int, columns: dict[str, Any], messages: list[dict[str, str]] | None = None
+        self,
+        key: Hashable,
+        seed: int,
+        columns: dict[str, Any],
+        messages: list[dict[str, str]] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         """There is to be an environment of `key`, with an EpisodeStart."""
 
@@ -81,6 +86,7 @@ class Episodes:
         self._tokenizer, self._records = next(iter(templates.values())).tokenizer, records
         self._recorded: list[tuple[int, dict[str, Any]]] = []  # answers of keys that stood in the records
         self._of_sample, self._of_key = dict[Sample, _State](), dict[Hashable, _State]()
+        self._of_programs = dict[int, TurnTemplate]()  # by prompt_index
         self._ready: list[Answer] = []  # answered without an environment
 
     def end(self, sample: Sample, reason: str) -> None:
@@ -91,15 +97,17 @@ class Episodes:
         state.is_last = reason == "length" or state.turns >= self._config.max_turns
         turn = list(sample.tokens[state.begun :])
         state.begun = len(sample.tokens)
-        has_tools = self._environments.form == "tools"
         text = self._tokenizer.decode(turn, skip_special_tokens=True) if is_new else None
         found = None
-        if has_tools and is_new and not state.is_last:
+        if state.template.tools and is_new and not state.is_last:
             found = state.template.parse(self._tokenizer.decode(turn))
+        calls = found.calls if found else []
         if text is not None:
-            state.messages.append(assistant_message(text, found.calls if found else []))
-        if not has_tools:
-            if is_new or self._environments.form == "program":
+            state.messages.append(assistant_message(text, calls))
+        if self._environments.form == "program":
+            self._act(state, text if text is None else state.messages[-1]["content"], calls)
+        elif self._environments.form == "actions":
+            if text is not None:
                 self._ask(state, "act", text, state.is_last)
             else:  # its last observation had no room
                 self._finish(state, sum(state.rewards))
@@ -110,9 +118,15 @@ class Episodes:
             state.calls += 1
             self._observe(state, [{"role": "tool", "content": f"error: {found.problem}"}])
         else:
-            state.calls += len(found.calls)
-            state.names = tuple(call.name for call in found.calls)
-            self._ask(state, "call", [tuple(call) for call in found.calls])
+            state.calls += len(calls)
+            state.names = tuple(call.name for call in calls)
+            self._ask(state, "call", [tuple(call) for call in calls])
+
+    def _act(self, state: _State, said: str | None, calls: Sequence[ToolCall]) -> None:
+        """Give a program its policy's turn, with calls of the tools that it has offered; None: there is no turn."""
+        state.calls += len(calls)
+        state.names = tuple(call.name for call in calls)
+        self._ask(state, "act", said, state.is_last, *([[tuple(call) for call in calls]] if calls else []))
 
     def take(self, *, wait_s: float) -> list[Answer]:
         """As Turns.take."""
@@ -139,10 +153,18 @@ class Episodes:
             self._records.close()
 
     def _open(self, sample: Sample) -> _State:
-        columns = self._starts[sample.group.prompt_index].columns
-        state = self._of_sample[sample] = _State(sample, next(KEYS), of_row(self._templates, columns))
+        state = self._of_sample[sample] = _State(sample, next(KEYS), self._template(sample.group.prompt_index))
         self._of_key[state.key] = state
         return state
+
+    def _template(self, prompt: int) -> TurnTemplate:
+        """With the tools of its row's environment, or those that a program offers."""
+        start = self._starts[prompt]
+        if not start.tools:
+            return of_row(self._templates, start.columns)
+        if prompt not in self._of_programs:
+            self._of_programs[prompt] = replace(of_row(self._templates, start.columns), tools=start.tools)
+        return self._of_programs[prompt]
 
     def _ask(self, state: _State, what: str, *given: Any) -> None:
         state.request, state.asked_at = (what, *given), time.monotonic()
@@ -186,14 +208,20 @@ class Episodes:
                 state.rewards[-2:] = [sum(state.rewards[-2:])]
             if reply["ended"] or state.is_last:
                 self._finish(state, sum(state.rewards))
+            elif state.names:
+                self._observe_tools(state, reply["answers"])
             else:
                 self._observe(state, [{"role": "user", "content": reply["said"]}])
         elif state.is_last:  # of tools, whose reward has not been asked for
             self._ask_reward(state)
         else:
-            named = zip(state.names, reply["said"], strict=True)
-            lists = reply.get("lists", {})
-            self._observe(state, [{"role": "tool", "name": name, "content": said} for name, said in named], lists)
+            self._observe_tools(state, reply["said"], reply.get("lists", {}))
+
+    def _observe_tools(
+        self, state: _State, answers: list[str], lists: Mapping[str, list[Any]] = MappingProxyType({})
+    ) -> None:
+        named = zip(state.names, answers, strict=True)
+        self._observe(state, [{"role": "tool", "name": name, "content": said} for name, said in named], lists)
 
     def _observe(
         self, state: _State, messages: list[dict[str, Any]], lists: Mapping[str, list[Any]] = MappingProxyType({})

@@ -34,7 +34,7 @@ class Host:
         self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
         self.before = []
 
-    def open(self, key, seed, columns, messages):
+    def open(self, key, seed, columns, messages, tools):
         self.opened[key] = (seed, columns)
 
     def ask(self, key, request, before=()):
@@ -113,6 +113,25 @@ def test_a_row_is_offered_and_may_call_the_tools_of_its_own_environment():
     [answer] = episodes.take(wait_s=0)
     assert "error: there is no tool 'add'; the tools are sub" in tokenizer.decode(answer.observed)
     assert [asked[1:] for asked in host.asked] == [("call", [("add", {"a": 2})])]
+
+
+def test_a_program_is_given_the_calls_of_the_tools_that_it_offers():
+    _, host, tokenizer = make("program")
+    templates = templates_of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
+    starts = {4: EpisodeStart(11, {}, messages=[], tools=[ADD])}
+    episodes = Episodes(host, templates, EnvironmentConfig(factory="a.py:A"), starts)
+    sample = sampled(tokenizer, "Let me see." + CALL)
+    episodes.end(sample, "stop")
+    assert host.asked == [(0, "act", "Let me see.", False, [("add", {"a": 2})])]
+    host.answers.put((0, {"said": "", "answers": ["It is 2."], "reward": 0.0, "ended": False}))
+    [answer] = episodes.take(wait_s=0)
+    assert tokenizer.decode(answer.observed) == "\n<|im_start|>tool\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
+    sample.tokens.extend(answer.observed)
+    episodes.end(sampled(tokenizer, CALL.replace("add", "sub"), sample), "stop")  # no such tool: text, as it stands
+    assert host.asked[1:] == [(0, "act", CALL.replace("add", "sub").removesuffix("<|im_end|>"), False)]
+    host.answers.put((0, {"said": "", "reward": 1.0, "ended": True}))
+    [answer] = episodes.take(wait_s=0)
+    assert (answer.episode.reward, answer.episode.turns, answer.episode.calls) == (1.0, 2, 1)
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
