@@ -73,7 +73,7 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not Run.is_on:
-            raise ModuleNotFoundError(f"{self._name} is called, and {self._name.partition('.')[0]} is not installed")
+            raise ModuleNotFoundError(f"{self._name} is called, and something stands in the place of its package")
         if self._name.endswith("Trainer().train"):
             Run.reached(self._of)
         if "Parser().parse_args" in self._name:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from infsample_rl.commands.chaos import differences, main, table_of
-from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Hit, tear
+from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Disturber, Hit, tear
 
 PACKAGE = Path(__file__).resolve().parents[2] / "infsample_rl"
 
@@ -83,6 +83,14 @@ def test_every_phase_that_is_aimed_at_is_one_that_the_code_has():
     code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     named = set(re.findall(r'phase\("(\w+)"\)', code)) | set(re.findall(r'_be_called\(b"(\w+)"\)', code))
     assert {phase for _, phase in PHASES} <= named and {cell.phase for cell in CELLS} <= named
+
+
+def test_what_was_hit_least_is_hit_first():
+    often, once, never = (Cell("kill", "driver", phase) for phase in ("sample", "update", "save"))
+    disturber = Disturber(None, steps=4, kills=4, seed=3)
+    disturber.hits = [Hit(cell, 1, 0.0) for cell in (often, often, once)]
+    assert {disturber._rarest([often, once, never]) for _ in range(20)} == {never}
+    assert {disturber._rarest([often, once]) for _ in range(20)} == {once}
 
 
 def test_a_hit_costs_what_it_took_beyond_a_step():

@@ -16,7 +16,7 @@ import pytest
 from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
-from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
+from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost, _is_reply
 
 COUNTER = '''
 import asyncio, contextlib, json, os, subprocess, time
@@ -178,6 +178,7 @@ WRONG = {"count": 3}
 '''
 SCRIPT = '''
 import argparse
+import pickle
 from dataclasses import dataclass
 
 from trl import GRPOConfig, GRPOTrainer
@@ -198,7 +199,7 @@ def main():
     parser.add_argument("--most", type=int, required=True)
     parser.add_argument("--form", choices=["one", "two", "none"], default="one")
     args = parser.parse_args()
-    LIMITS = Limits(args.most)
+    LIMITS = pickle.loads(pickle.dumps(Limits(args.most)))  # as what is sent to another process
 
     class Adds:
         def reset(self, **row):
@@ -212,6 +213,10 @@ def main():
             """
             self.total = min(args.most, self.total + amount)
             return str(self.total)
+
+        def train(self) -> str:
+            """Needs TRL itself."""
+            return str(GRPOConfig())
 
     factory = {"one": Adds, "two": {"small": Adds, "large": Adds}, "none": None}[args.form]
     trainer = GRPOTrainer("model", reward_funcs=reward, args=GRPOConfig(bf16=True), environment_factory=factory)
@@ -397,6 +402,12 @@ def test_a_program_offers_tools_and_is_given_their_calls(file):
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
         host.close()
+
+
+@pytest.mark.parametrize(("answers", "ended", "is_one"), [(2, False, True), (1, False, False), (0, True, True)])
+def test_every_call_of_a_programs_tools_has_an_answer_or_it_has_ended(answers, ended, is_one):
+    found = {"said": "", "reward": 0.0, "ended": ended, "answers": ["4"] * answers}
+    assert _is_reply(found, "act", "So:", False, [("add", {}), ("add", {})]) == is_one
 
 
 def test_a_program_is_refused_where_it_cannot_reach_the_policy(file):
@@ -610,7 +621,8 @@ def test_a_trl_scripts_own_class_is_what_it_gives_its_trainer(script):
     config = config_of(factory=f"{script} --most 4")
     host = EnvironmentHost(replace(config, reward=replace(config.reward, functions=functions)))
     try:
-        assert asked(host, "call", [("add", {"amount": 3})], end=False) == {"said": ["3"], "failed": 0}
+        found = asked(host, "call", [("add", {"amount": 3}), ("train", {})], end=False)
+        assert found["said"][0] == "3" and "ModuleNotFoundError: trl.GRPOConfig is called" in found["said"][1]
         host.ask("one", ("reward", []))  # what main() set is there for it
         assert answers(host, 1)["one"] == {"reward": None, "functions": {"reward": 0.75}, "reported": {}}
     finally:
