@@ -117,7 +117,7 @@ class DecodeLoop:
             with phase("prefill"):
                 runner.rebuild(tokens, sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids))
         if plan.rows_changed:
-            self.micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1)
+            self.micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1, plan.steps_before)
             self._rows = list(plan.rows)
             batch.arrange(self._rows)
         elif plan.pages_changed:

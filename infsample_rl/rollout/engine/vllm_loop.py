@@ -83,7 +83,7 @@ class VLLMLoop:
 
     def _run(self, plan: StepPlan) -> None:
         if plan.rows_changed:
-            self._micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1)
+            self._micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1, plan.steps_before)
             self._withdraw([sample for sample in self._requests if sample.slot < 0])
             for sample in plan.rows:
                 if sample not in self._requests:

@@ -17,12 +17,13 @@ class StayLog:
         self._open: dict[Sample, tuple[int, int, float, int]] = {}  # row, running step, time.time(), tokens it had
         self._stays: dict[Sample, list[RowStay]] = {}
 
-    def arrange(self, rows: Iterable[Sample], step: int) -> None:
-        """From the running step that follows `step` others on, these samples decode, each in its slot."""
+    def arrange(self, rows: Iterable[Sample], step: int, left: int) -> None:
+        """From the running step that follows `step` others on, these samples decode, each in its slot; the others have
+        not since step `left`."""
         now, staying = time.time(), set(rows)
         for sample, (row, *_) in list(self._open.items()):
             if sample not in staying or sample.slot != row:  # preempted, or waits with its prefix
-                self._close(sample, step, now)
+                self._close(sample, left, now)
         for sample in staying - self._open.keys():
             self._open[sample] = (sample.slot, step, now, len(sample.tokens))
 

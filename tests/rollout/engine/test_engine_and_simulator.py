@@ -10,6 +10,7 @@ import pytest
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
+from infsample_rl.rollout.engine.call import StopRule
 from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages, rows_in
@@ -27,11 +28,11 @@ def predicted_length(prefix) -> float:
     return random.Random(str(list(prefix))).uniform(1, 40)
 
 
-def joined(stays):
-    """(prompt, sample, start, end, row), those of one sample in one row without a pause as one."""
+def joined(stays, *, pauses=False):
+    """(prompt, sample, start, end, row), those of one sample in one row without a pause, or with, as one."""
     found = []
     for prompt, sample, start, end, row in sorted(stays):
-        if found and found[-1][:2] == (prompt, sample) and found[-1][3:] == (start, row):
+        if found and found[-1][:2] == (prompt, sample) and found[-1][4] == row and (pauses or found[-1][3] == start):
             start = found.pop()[2]
         found.append((prompt, sample, start, end, row))
     return found
@@ -121,3 +122,64 @@ def test_the_budget_gives_algorithm_2_its_groups(path, responses):
         for stay in sorted(found.stays, key=lambda stay: stay.start):
             rows.setdefault(stay.row, []).append(stay.sample)
         assert [rows[row] for row in sorted(rows)] == fptas_groups(predicted, slots, 0.1)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("path", sorted(LENGTHS.glob("*.jsonl*")), ids=lambda path: path.name)
+def test_the_engine_decodes_the_groups_of_algorithm_2(make_model, make_tokenizer, monkeypatch, path, count):
+    """Recorded lengths, scaled to at most 40 tokens, and predictions that are often wrong: every row of the engine
+    decodes its group in the group's order, in the running steps that the simulator says."""
+    prefix, cap, slots, page_size = 10, 40, 5, 4
+    recordings = read_recordings(path)[:count]
+    longest = max(max(recording.max_new_tokens or 0, *recording.lengths) for recording in recordings)
+    size = min(32, *(len(recording.lengths) for recording in recordings))
+    prompts = [[place % 64, place // 64, 5] for place in range(len(recordings))]
+    settings = {
+        "kv_budget_tokens": slots * cap + page_size,
+        "schedule": "fptas",
+        "prefix_tokens": prefix,
+        "page_size": page_size,
+        "max_new_tokens": cap,
+    }
+    own = {"slots": None, "predictor": "bert", "group_size": size, "prompts_at_once": 1, "speculate": 0}
+    engine = make_engine(make_model(), make_tokenizer(), stop=(), **settings | own)
+    lengths, predicted, of_prefix = [], [], {}  # a sample is known by the tokens of its prefix
+    for group, recording in zip(engine.generate(prompts, seed=3), recordings, strict=True):
+        lengths.append([max(prefix + 1, -(-length * cap // longest)) for length in recording.lengths[:size]])
+        predicted.append(
+            [length * random.Random(length + place).lognormvariate(0, 0.5) for place, length in enumerate(lengths[-1])]
+        )
+        for sample, *known in zip(group, lengths[-1], predicted[-1], strict=True):
+            of_prefix[tuple(sample.token_ids[:prefix].tolist())] = known
+    assert len(of_prefix) == size * len(recordings)
+
+    def reason(_, tokens):
+        return "stop" if len(tokens) > prefix and len(tokens) == of_prefix[tuple(tokens[:prefix])][0] else ""
+
+    monkeypatch.setattr(StopRule, "reason", reason)
+    monkeypatch.setattr(
+        LengthSource, "predict", staticmethod(lambda _, prefixes: [of_prefix[tuple(tokens)][1] for tokens in prefixes])
+    )
+    groups = engine.generate(prompts, seed=3)
+    assert [[len(sample.token_ids) for sample in group] for group in groups] == lengths
+    found = simulate_prompts(
+        lengths, predicted=predicted, prompts_at_once=1, prompt_tokens=3, record_rows=True, **settings
+    )
+    assert engine.stats.running_steps == found.running_steps
+    stays = joined(
+        (
+            (prompt, sample.sample_index, stay.start, stay.end, stay.row)
+            for prompt, group in enumerate(groups)
+            for sample in group
+            for stay in sample.stays
+        ),
+        pauses=True,  # while prefixes that had to give way are computed again
+    )
+    assert stays == joined(found.stays, pauses=True)
+    last_stays = {stay[:2]: stay for stay in stays}
+    for prompt, of_prompt in enumerate(predicted):
+        rows = [[] for _ in range(slots)]
+        for stay in sorted((stay for stay in last_stays.values() if stay[0] == prompt), key=lambda stay: stay[3]):
+            rows[stay[4]].append(stay[1])
+        expected = fptas_groups(of_prompt, slots, 0.1)
+        assert rows == expected + [[]] * (slots - len(expected))

@@ -22,12 +22,12 @@ def sample_in(slot: int) -> Sample:
 
 def test_a_preempted_sample_has_a_stay_for_each_row_it_was_in():
     log, first, second = StayLog(), sample_in(0), sample_in(1)
-    log.arrange([first, second], 0)
+    log.arrange([first, second], 0, 0)
     second.tokens.extend([7, 7, 7])
     second.slot = -1
-    log.arrange([first], 3)
+    log.arrange([first], 4, 3)  # step 3 computes KV again
     second.slot = 2
-    log.arrange([first, second], 5)
+    log.arrange([first, second], 5, 5)
     second.tokens.append(7)
     first.tokens.extend([7] * 6)
     log.end([first, second], 6)
