@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.node import Node
 
@@ -44,7 +44,7 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
         return
     keep_token_private(note)
     os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
-    with without_secrets(), _small_node(), kept_sigterm_handler():
+    with _started_without_secrets(), _small_node(), kept_sigterm_handler():
         _start_fork_server(config)
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
@@ -69,7 +69,7 @@ def _start_fork_server(config: Config) -> None:
     global _fork_server
     if any(forks(group) for group in worker_groups(config)):
         variables = worker_environment(config) | allocator_environment("rollout", gpus=0)
-        _fork_server = ForkServer(dict(os.environ) | variables)
+        _fork_server = ForkServer(without_secrets(os.environ) | variables)
 
 
 def forks(group: WorkerGroup) -> bool:
@@ -89,6 +89,19 @@ def init_arguments(config: Config) -> dict[str, Any]:
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
+
+
+@contextlib.contextmanager
+def _started_without_secrets() -> Iterator[None]:
+    """Keep keys out of the environment of processes that Ray starts inside the block. This process keeps its own, which
+    checks beside Ray's start read. AttributeError with a Ray that starts its processes otherwise."""
+
+    class Keyless(services.ConsolePopen):
+        def __init__(self, *arguments: Any, env: dict[str, str], **settings: Any) -> None:
+            super().__init__(*arguments, env=without_secrets(env), **settings)
+
+    with mock.patch.object(services, "ConsolePopen", Keyless):
+        yield
 
 
 @contextlib.contextmanager

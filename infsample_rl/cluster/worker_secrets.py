@@ -8,9 +8,8 @@ given: a node may have been started with keys.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 from infsample_rl.config import Config
 from infsample_rl.config.secrets import is_secret_name
@@ -53,23 +52,13 @@ def _keys_of_judges(config: Config) -> list[str]:
     return [judge.key for judge in config.reward.judges if judge.key is not None]
 
 
-def _held_secrets() -> list[str]:
-    """Names of the keys in this process's environment. Ray's own stay: its processes need them to reach each other."""
-    return [name for name in os.environ if is_secret_name(name) and not name.startswith("RAY_")]
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """These variables less the keys. Ray's own stay: its processes need them to reach each other."""
+    return {name: value for name, value in environment.items() if name.startswith("RAY_") or not is_secret_name(name)}
 
 
 def take_secrets(secrets: Secrets) -> None:
     """Make this worker's environment hold the given keys and no others, before it does anything else."""
-    for name in set(_held_secrets()) - secrets.keys():
+    for name in os.environ.keys() - without_secrets(os.environ).keys() - secrets.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in secrets.items() if value is not None})
-
-
-@contextlib.contextmanager
-def without_secrets() -> Iterator[None]:
-    """Keep keys out of this process's environment inside the block, and of Ray's local processes started there."""
-    kept = {name: os.environ.pop(name) for name in _held_secrets()}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)

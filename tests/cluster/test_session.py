@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray._private.services import JEMALLOC_SO
@@ -103,6 +104,30 @@ def everything_written(folder: Path) -> str:
     return "".join(
         path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 10**8
     )
+
+
+@pytest.mark.slow
+def test_while_ray_starts_this_process_keeps_its_keys_and_none_that_is_started_has_one(tmp_path, monkeypatch):
+    """Checks run in a thread beside Ray's start, and ask a hub by its token."""
+    monkeypatch.setenv("HF_TOKEN", "planted-hub-key")
+    seen, is_open = set(), threading.Event()
+
+    def watch():
+        while not is_open.wait(0.005):
+            seen.add(os.environ.get("HF_TOKEN"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    mine, _ = make_session(None, tmp_path)
+    try:
+        mine.open()
+    finally:
+        is_open.set()
+        watcher.join()
+    started = [child.environ() for child in psutil.Process().children(recursive=True)]
+    ray.shutdown()
+    assert seen == {"planted-hub-key"}
+    assert len(started) >= 3 and not any("planted" in str(environment) for environment in started)
 
 
 @pytest.mark.slow
