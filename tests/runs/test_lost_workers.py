@@ -174,7 +174,7 @@ def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings
 
 def test_a_rollout_worker_that_hangs_is_found_while_another_decodes_on(settings, tmp_path):
     run = tmp_path / "run"
-    changes = ("rollout.group_size=96", "run.steps=2", "run.deterministic=false", "cluster.progress_timeout_s=9")
+    changes = ("rollout.group_size=96", "run.steps=4", "run.deterministic=false", "cluster.progress_timeout_s=9")
     target = chaos.Target(command(settings, run, *changes), run)
     try:
         wait_for(lambda: steps_done(run) == 1, target)
