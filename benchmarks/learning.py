@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.figures import OURS, RIVAL, new_figure, save
 from benchmarks.process import end_with_terminate
+from benchmarks.rounds import ratio
 from benchmarks.train_workload import measure_trl, trl_interpreter
 from infsample_rl.config.command_line import option, print_table, run_with_options
 from infsample_rl.config.loading import load_config
@@ -224,7 +225,8 @@ def row_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(records: list[dict[str, Any]]) -> Iterable[str]:
-    """Each side's last accuracy over its seeds, and when ours reaches TRL's mean."""
+    """Each side's last accuracy over its seeds, and when ours reaches TRL's mean: as a share of TRL's runs, where all
+    of at least three say on which side of 1 it lies."""
     sides = {side: [record for record in records if record["side"] == side] for side in SIDES}
     for side, own in sides.items():
         last = [record["held_out"][-1][1] for record in own]
@@ -233,11 +235,16 @@ def compare(records: list[dict[str, Any]]) -> Iterable[str]:
     if not all(sides.values()):
         return
     end = mean(record["held_out"][-1][1] for record in sides["trl"])
-    seconds = mean(sum(record["seconds"]) for record in sides["trl"])
+    seconds = [sum(record["seconds"]) for record in sides["trl"]]
     for record in sides["ours"]:
         reached = next((after for after, accuracy in over_seconds(record) if accuracy >= end), None)
-        share = "never" if reached is None else f"after {reached:.0f} s, {reached / seconds:.2f} of TRL's {seconds:.0f}"
-        yield f"ours, seed {record['seed']}: TRL's mean of {end:.3f} {share}"
+        if reached is None:
+            when = "never"
+        else:
+            share = ratio([reached] * len(seconds), seconds)
+            beside = "not told apart from" if share is None else f"{share} of"
+            when = f"after {reached:.0f} s, {beside} TRL's {mean(seconds):.0f}"
+        yield f"ours, seed {record['seed']}: TRL's mean of {end:.3f} {when}"
 
 
 def over_seconds(record: dict[str, Any]) -> list[tuple[float, float]]:

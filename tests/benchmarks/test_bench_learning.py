@@ -34,13 +34,19 @@ def record(side, seed, held_out, seconds):
 
 
 def test_what_is_compared(tmp_path):
-    trl = [record("trl", seed, [[0, 0.2], [2, last]], [50.0, 50.0]) for seed, last in ((0, 0.5), (1, 0.7))]
-    ours = [record("ours", 0, [[0, 0.2], [1, 0.6], [2, 0.8]], [10.0, 12.0]), record("ours", 1, [[0, 0.2]], [10.0])]
+    runs = ((0, 0.5, 40.0), (1, 0.7, 50.0), (2, 0.6, 60.0))
+    trl = [record("trl", seed, [[0, 0.2], [2, last]], [50.0, last_s]) for seed, last, last_s in runs]
+    ours = [
+        record("ours", 0, [[0, 0.2], [1, 0.6], [2, 0.8]], [10.0, 12.0]),
+        record("ours", 1, [[0, 0.2]], [10.0]),
+        record("ours", 2, [[0, 0.2], [1, 0.8]], [100.0]),
+    ]
     assert list(learning.compare([*ours, *trl])) == [
-        "ours: last 0.500 [0.200, 0.800] over 2 seeds",
-        "trl: last 0.600 [0.500, 0.700] over 2 seeds",
-        "ours, seed 0: TRL's mean of 0.600 after 10 s, 0.10 of TRL's 100",
+        "ours: last 0.600 [0.200, 0.800] over 3 seeds",
+        "trl: last 0.600 [0.500, 0.700] over 3 seeds",
+        "ours, seed 0: TRL's mean of 0.600 after 10 s, 0.10 [0.09, 0.11] of TRL's 100",
         "ours, seed 1: TRL's mean of 0.600 never",
+        "ours, seed 2: TRL's mean of 0.600 after 100 s, not told apart from TRL's 100",
     ]
     assert learning.draw([ours[0], *trl], tmp_path).stat().st_size > 10_000
 
