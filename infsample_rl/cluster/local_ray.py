@@ -96,11 +96,12 @@ def _started_without_secrets() -> Iterator[None]:
     """Keep keys out of the environment of processes that Ray starts inside the block. This process keeps its own, which
     checks beside Ray's start read. AttributeError with a Ray that starts its processes otherwise."""
 
-    class Keyless(services.ConsolePopen):
-        def __init__(self, *arguments: Any, env: dict[str, str], **settings: Any) -> None:
-            super().__init__(*arguments, env=without_secrets(env), **settings)
+    start: Callable[..., Any] = services.ConsolePopen
 
-    with mock.patch.object(services, "ConsolePopen", Keyless):
+    def start_keyless(*arguments: Any, env: dict[str, str], **settings: Any) -> Any:
+        return start(*arguments, env=without_secrets(env), **settings)
+
+    with mock.patch.object(services, "ConsolePopen", start_keyless):
         yield
 
 
