@@ -95,7 +95,6 @@ def init_arguments(config: Config) -> dict[str, Any]:
 def _started_without_secrets() -> Iterator[None]:
     """Keep keys out of the environment of processes that Ray starts inside the block. This process keeps its own, which
     checks beside Ray's start read. AttributeError with a Ray that starts its processes otherwise."""
-
     start: Callable[..., Any] = services.ConsolePopen
 
     def start_keyless(*arguments: Any, env: dict[str, str], **settings: Any) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.reward.environment_server import EnvironmentServer
 from infsample_rl.reward.policy_endpoint import Asked, is_tool
-from infsample_rl.types import Request
+from infsample_rl.types import EpisodeStart, Request
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,7 @@ class ProcessEnded(EnvironmentFailed):
 class _Episode:
     """One environment that has been asked for."""
 
-    seed: int
-    columns: dict[str, Any]
-    messages: list[dict[str, str]] | None = None  # as EpisodeStart's
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    start: EpisodeStart
     line: socket.socket | None = None  # to its process, once it has one
     pid: int = 0  # of its process, as the system knows it
     unread: bytes = b""
@@ -81,20 +78,13 @@ class EnvironmentHost:
         (key, {"failed": why}). `before`: what one that has no process yet does first."""
         self._threads.submit(self._answer, key, self._episodes[key], request, list(before))
 
-    def open(
-        self,
-        key: Hashable,
-        seed: int,
-        columns: dict[str, Any],
-        messages: list[dict[str, str]] | None = None,
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        """There is to be an environment of `key`, made when it is first asked, with an EpisodeStart."""
-        self._episodes[key] = _Episode(seed, columns, messages, list(tools))
+    def open(self, key: Hashable, start: EpisodeStart) -> None:
+        """There is to be an environment of `key`, made when it is first asked."""
+        self._episodes[key] = _Episode(start)
 
     def opening(self, seed: int, columns: dict[str, Any]) -> Opening:
         """What an environment says at its beginning. EnvironmentFailed when it does not begin."""
-        episode = _Episode(seed, columns)
+        episode = _Episode(EpisodeStart(seed, columns))
         try:
             self._ask(episode, None)
         finally:
@@ -173,7 +163,7 @@ class EnvironmentHost:
                 server.hand_over(theirs)
             except OSError:
                 raise ProcessEnded("the process that makes environments is gone") from None
-        self._call(episode, "reset", episode.seed, episode.columns, episode.messages, episode.tools)
+        self._call(episode, "reset", *episode.start)
 
     def _successor(self, server: EnvironmentServer) -> EnvironmentServer:
         """The server now, after one of whose forks has ended before it began."""

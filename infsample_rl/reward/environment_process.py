@@ -38,7 +38,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from infsample_rl.reward.environment_forms import Acted, Acting, accepted, acting
@@ -158,7 +158,7 @@ def _opening(
     seed: int,
     columns: dict[str, Any],
     messages: list[Message] | None,
-    tools: list[Tool],
+    tools: Sequence[Tool],
 ) -> dict[str, Any]:
     if actor is not None:
         said = actor.open(seed, columns)
@@ -168,7 +168,7 @@ def _opening(
         said = None
     if isinstance(said, Asked):
         found = [each | {"content": _text(each["content"])} for each in said.messages]
-        if messages is not None and (messages, tools) != (found, said.tools):
+        if messages is not None and (messages, list(tools)) != (found, said.tools):
             raise ValueError("rollout's first request must follow from its seed and row: it is not its group's prompt")
         return {"said": "", "messages": found, "tools": said.tools}
     return {"said": "" if said is None else _text(said)}

@@ -17,6 +17,7 @@ from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost, _is_reply
+from infsample_rl.types import EpisodeStart
 
 COUNTER = '''
 import asyncio, contextlib, json, os, subprocess, time
@@ -266,7 +267,7 @@ def sleeps(host):
 
 
 def asked(host, *request, key="one", target=5, end=True):
-    host.open(key, 7, {"target": target})
+    host.open(key, EpisodeStart(7, {"target": target}))
     host.ask(key, request)
     reply = answers(host, 1)[key]
     if end:
@@ -297,7 +298,7 @@ def test_an_episode_opens_keeps_its_state_and_is_rewarded(host):
 def test_async_methods_are_awaited_and_episodes_run_beside_each_other(host):
     started = time.monotonic()
     for key in range(4):
-        host.open(key, 0, {"target": 1})
+        host.open(key, EpisodeStart(0, {"target": 1}))
         host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
     assert answers(host, 4) == {key: {"said": ["1.0"], "failed": 0} for key in range(4)}
     assert time.monotonic() - started < 3.5
@@ -315,7 +316,7 @@ def test_what_a_tool_does_wrong_is_said_to_the_model(host, how, said):
 
 
 def test_a_process_that_ends_costs_its_own_episode(host):
-    host.open("other", 1, {"target": 3})
+    host.open("other", EpisodeStart(1, {"target": 3}))
     host.ask("other", ("call", [("add", {"amount": 3})]))
     assert answers(host, 1)["other"]["said"] == ["The total is 3."]
     assert asked(host, "call", [("misbehave", {"how": "exit"})]) == {"failed": "its process ended"}
@@ -375,11 +376,11 @@ def test_a_program_calls_the_policy_itself(file):
     host = EnvironmentHost(config_of(factory=f"{file}:Play"))
     try:
         assert host.form == "program" and host.opening(7, {"target": 5}).messages == prompt
-        host.open("one", 7, {"target": 5}, prompt)
+        host.open("one", EpisodeStart(7, {"target": 5}, prompt))
         for request, said in ((("act", "left", False), "you said left"), (("act", "right", False), "")):
             host.ask("one", request)
             assert answers(host, 1)["one"] == {"said": said, "reward": 0.5 * (not said), "ended": not said}
-        host.open("two", 7, {"target": 6}, prompt)
+        host.open("two", EpisodeStart(7, {"target": 6}, prompt))
         host.ask("two", ("act", "left", False))
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
@@ -392,12 +393,12 @@ def test_a_program_offers_tools_and_is_given_their_calls(file):
         asked = host.opening(7, {"target": "Twice four?"})
         assert asked.messages == [{"role": "user", "content": "Twice four?"}]
         assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
-        host.open("one", 7, {"target": "Twice four?"}, *asked)
+        host.open("one", EpisodeStart(7, {"target": "Twice four?"}, *asked))
         host.ask("one", ("act", "So:", False, [("add", {"amount": 1}), ("add", {"amount": 4})]))
         assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "answers": ["2", "8"]}
         host.ask("one", ("act", "8", False))
         assert answers(host, 1)["one"] == {"said": "", "reward": 1.0, "ended": True}
-        host.open("two", 7, {"target": "Twice four?"}, asked.messages, [])
+        host.open("two", EpisodeStart(7, {"target": "Twice four?"}, asked.messages, []))
         host.ask("two", ("act", "8", False))
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
@@ -426,7 +427,7 @@ def test_a_killed_process_is_started_again_and_brought_to_where_it_was(host):
 
 
 def test_a_process_that_begins_late_does_first_what_had_been_asked_before(host):
-    host.open("late", 7, {"target": 5})
+    host.open("late", EpisodeStart(7, {"target": 5}))
     host.ask("late", ("call", [("add", {"amount": 1})]), [("call", [("add", {"amount": 2})])] * 2)
     assert answers(host, 1)["late"]["said"] == ["The total is 5."]
     host.end("late")
@@ -513,7 +514,7 @@ def test_functions_of_the_rewards_that_take_environments_are_asked_in_their_proc
     try:
         found = {}
         for word in ("5", "6"):
-            host.open(word, 7, columns)
+            host.open(word, EpisodeStart(7, columns))
             host.ask(word, ("call", [("add", {"amount": 4})]))
             answers(host, 1)
             host.ask(word, ("reward", [{"role": "assistant", "content": word}]))
@@ -588,7 +589,7 @@ def test_what_draws_from_the_processs_own_generators_draws_by_the_seed(file):
     try:
         said = []
         for number, seed in enumerate([7, 7, 8]):
-            host.open(number, seed, {})
+            host.open(number, EpisodeStart(seed, {}))
             host.ask(number, ("call", [("throw", {})]))
             said += answers(host, 1)[number]["said"]
     finally:

@@ -10,6 +10,7 @@ import pytest
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.reward.environment_host import EnvironmentHost
+from infsample_rl.types import EpisodeStart
 
 pytestmark = pytest.mark.slow
 MADE = '''
@@ -58,7 +59,7 @@ def play(tmp_path):
         host = EnvironmentHost(config)
         try:
             assert host.form == "actions"
-            host.open(0, seed, columns)
+            host.open(0, EpisodeStart(seed, columns))
             replies = []
             for action in actions:
                 host.ask(0, ("act", action))

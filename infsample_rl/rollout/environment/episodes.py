@@ -28,15 +28,8 @@ class Environments(Protocol):
     tools: dict[str, list[dict[str, Any]]]  # by the names of environments
     answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
 
-    def open(
-        self,
-        key: Hashable,
-        seed: int,
-        columns: dict[str, Any],
-        messages: list[dict[str, str]] | None = None,
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        """There is to be an environment of `key`, with an EpisodeStart."""
+    def open(self, key: Hashable, start: EpisodeStart) -> None:
+        """There is to be an environment of `key`."""
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
         """Ask it, for a reply that comes into `answers`. `before`: what it was asked for in another process, whose
@@ -179,8 +172,7 @@ class Episodes:
             self._environments.ask(state.key, state.request)
         else:
             state.is_live = True
-            start = self._starts[state.sample.group.prompt_index]
-            self._environments.open(state.key, *start)
+            self._environments.open(state.key, self._starts[state.sample.group.prompt_index])
             self._environments.ask(state.key, state.request, state.replayed)
 
     def _place(self, state: _State) -> tuple[int, int, int, int]:

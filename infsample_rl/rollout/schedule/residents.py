@@ -18,7 +18,6 @@ PATIENCE = 64
 class StepPlan:
     """One running step, to be carried out in the order of the fields."""
 
-    steps_before: int = 0  # running steps taken before it, without those in which it computes KV again
     # of preempted samples, and of prompts that had to give way: copy the KV of these pages out of the pool
     parked: list[tuple[Sample | PromptGroup, list[int]]] = field(default_factory=list)
     prefills: list[PromptGroup] = field(default_factory=list)  # compute the prompt's KV into the group's pages
@@ -28,6 +27,7 @@ class StepPlan:
     rows: list[Sample] = field(default_factory=list)  # each gets one token; rows of one prompt are neighbours
     rows_changed: bool = False  # other rows than in the step before
     pages_changed: bool = False  # some row has a new page
+    steps_before: int = 0  # running steps before it, and before those in which it computes KV again
 
 
 class Residents:

@@ -66,7 +66,7 @@ class StepPlanner(Residents):
         """Plan one running step, without rows where all that are left are away. RuntimeError when nothing can run
         although samples are left (never, unless a schedule is broken)."""
         self._free_places()
-        plan = self._plan = StepPlan(self.running_steps)
+        plan = self._plan = StepPlan(steps_before=self.running_steps)
         self._grow_rows()
         self._fill_slots()
         if not self.running and not self.away:

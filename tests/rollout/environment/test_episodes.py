@@ -34,8 +34,8 @@ class Host:
         self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
         self.before = []
 
-    def open(self, key, seed, columns, messages, tools):
-        self.opened[key] = (seed, columns)
+    def open(self, key, start):
+        self.opened[key] = (start.seed, start.columns)
 
     def ask(self, key, request, before=()):
         self.asked.append((key, *request))
