@@ -8,7 +8,8 @@ Every measurement has a process of its own in each of `repeats` rounds: a step t
 prompts of that round; the median counts, and a ratio is of two steps of one round. TRL's settings are tried on further
 prompts, and the fastest of them is measured. With lengths=fixed prompts are random and every response takes exactly
 max_new_tokens: on both sides the end token ends nothing. With lengths=natural they are one-digit products of
-configs/data/arithmetic.yaml, and responses end where they end; each side draws its own.
+configs/data/arithmetic.yaml, and responses end where they end; each side draws its own. On a CPU `products alone` is
+what the matrix products of our learner take by themselves, as many as the step that warms up has for every token.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ COLUMNS = {
     "ratio_said": "ours / this",
     "generate": "generate s",
     "learn": "learn s",
+    "products_seconds": "products alone s",
     "optimizer": "optimizer s",
     "tokens_per_s": "tokens/s",
     "peak_memory_bytes": "peak MB",
@@ -150,6 +152,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
     steps = raw["steps"][1:]
     seconds = statistics.median(step["seconds"] for step in steps)
     phases = {name: statistics.median(step["phases"][name] for step in steps) for name in steps[0]["phases"]}
+    products = [step["products_seconds"] for step in steps if "products_seconds" in step]
     tokens = sum(steps[-1]["lengths"])
     # TRL computes every sample with a prompt of its own; padding does not count.
     last_prompts = run.spec["prompts"][-options.prompts :]
@@ -171,6 +174,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "settings": run.settings,
         "variants": run.variants,
         "mismatch": max((step["mismatch"] for step in steps if step.get("mismatch") is not None), default=None),
+        "products_seconds": statistics.median(products) if products else None,
         "parameters": facts["parameters"],
         "device": facts["device"],
         "threads": options.threads,

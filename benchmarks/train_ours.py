@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import models
+from benchmarks.matrix_products import MatrixProducts
 from benchmarks.workload import ModelOptions
 from infsample_rl.cluster.colocated import ColocatedWorker
 from infsample_rl.config import (
@@ -70,6 +72,7 @@ class OneProcess:
     def __init__(self, spec: Spec, config: Config) -> None:
         self.config = config
         self.prompts = [np.asarray(ids, np.int32) for ids in spec["prompts"]]
+        self.watching: AbstractContextManager[Any] = nullcontext()  # the learner's passes
         self.worker = ColocatedWorker(config, 0, 1, spec["steps"])
         self.worker.setup(None)
         if spec["ignore_eos"]:
@@ -139,7 +142,9 @@ class OneProcess:
         tokens = 0
         for row in rows:
             samples = assemble(row, prompts, list(groups.values()), [])
-            tokens += clock.timed("learn", self.worker.learner.accumulate, samples, provisional)["row_tokens"]
+            with self.watching:
+                learned = clock.timed("learn", self.worker.learner.accumulate, samples, provisional)
+            tokens += learned["row_tokens"]
         return tokens
 
     def _totals(self, num_tokens: int) -> LossTotals:
@@ -166,14 +171,18 @@ def main(spec: Spec) -> dict[str, Any]:
     memory = PeakMemory(device)
     run = OneProcess(spec, config_of(spec, on_cuda=device.type == "cuda"))
     memory.reset()  # the peak of loading does not count
-    steps = []
+    steps, products = [], MatrixProducts()
     for number in range(spec["steps"]):
+        # The step that warms up is watched: all others are timed.
+        run.watching = products if number == 0 and device.type == "cpu" else nullcontext()
         steps.append(run.step(number))
         print(f"step {number + 1} of {spec['steps']}: {steps[-1]['seconds']:.1f} s", flush=True)
-    return models.machine(device) | {
-        "steps": steps,
-        "peak_memory_bytes": memory.peak_bytes(),
-    }
+    found = models.machine(device) | {"steps": steps, "peak_memory_bytes": memory.peak_bytes()}
+    if products.counts:
+        of_token = products.seconds_alone() / steps[0]["learner_tokens"]
+        for step in steps[1:]:
+            step["products_seconds"] = of_token * step["learner_tokens"]
+    return found
 
 
 def config_of(spec: Spec, *, on_cuda: bool) -> Config:

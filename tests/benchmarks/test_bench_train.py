@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import train, train_ours
+from benchmarks.matrix_products import MatrixProducts
 from benchmarks.train_trl_settings import fastest_settings, variants
 from benchmarks.train_workload import Run, our_settings, run_spec
 from infsample_rl.learner.advantage import group_advantages
@@ -45,6 +46,19 @@ def test_short_passes_and_recomputed_activations_train_the_same_policy(tiny_qwen
     # every prompt once, in passes of two and of one response
     assert split[0]["learner_tokens"] == 4 * 8 + 3 + 4 * 8 + 5
     assert [step["rewards"] for step in split] == [step["rewards"] for step in whole]
+
+
+def test_the_matrix_products_of_the_learner_are_counted_and_timed_alone(tiny_qwen3):
+    spec = spec_of(tiny_qwen3)
+    run, products = train_ours.OneProcess(spec, train_ours.config_of(spec, on_cuda=False)), MatrixProducts()
+    run.watching = products
+    run.step(0)
+    layers = run.worker.learner.policy.lm.config.num_hidden_layers
+    # Of each of two rows: in a layer seven products, and two backward of each; of two chunks of logits one, in the
+    # backward pass again, and two there.
+    assert products.counts.total() == 2 * (layers * 21 + 2 * 4)
+    steps = train_ours.main(spec)["steps"]
+    assert "products_seconds" not in steps[0] and 0 < steps[1]["products_seconds"]
 
 
 def test_the_fastest_of_those_that_ran_is_taken(tiny_qwen3):

@@ -40,12 +40,12 @@ def test_an_endless_stream_of_prompts_takes_little_more_than_its_memory_allows(p
     assert steps(2) - steps(1) <= 1.2 * bound
 
 
-def random_workload(draw):
+def random_workload(draw, slots=(1, 6)):
     """Lengths of prompts, and a pool that holds a full response of every slot and one prompt, or a little more."""
     page_size, cap, size = draw.choice([1, 4, 16]), draw.randint(1, 200), draw.choice([1, 2, 3, 8, 16])
     groups = [[draw.choice([1, cap, draw.randint(1, cap)]) for _ in range(size)] for _ in range(draw.randint(2, 6))]
     prompts = [draw.choice([0, draw.randint(1, 60)]) for _ in groups]
-    slots = draw.randint(1, 6)
+    slots = draw.randint(*slots)
     pages = kv_pages(slots, cap, [max(prompts)], page_size) + draw.choice([0, 1, draw.randint(0, 30)])
     predicted = [[draw.uniform(1, cap) for _ in lengths] for lengths in groups]
     sizes = {"slots": slots, "page_size": page_size, "prompt_tokens": prompts, "max_new_tokens": cap}
@@ -62,14 +62,19 @@ def test_prompts_together_never_take_more_steps_than_one_after_another(schedule)
             assert found <= alone, (seed, together)
 
 
-def test_prompts_together_take_hardly_ever_more_steps_of_token_budget_and_far_fewer_in_the_mean():
+@pytest.mark.parametrize(
+    ("slots", "workloads", "longer"), [((1, 6), 150, 5), pytest.param((4, 8), 2500, 1, marks=pytest.mark.slow)]
+)
+def test_prompts_together_take_hardly_ever_more_steps_of_token_budget_and_far_fewer_in_the_mean(
+    slots, workloads, longer
+):
     """Which samples run together follows from which have ended, so a head start may, rarely, make the whole longer."""
     ratios = []
-    for seed in range(150):
-        groups, settings = random_workload(random.Random(seed))
+    for seed in range(workloads):
+        groups, settings = random_workload(random.Random(seed), slots)
         settings = {name: value for name, value in settings.items() if name not in ("slots", "predicted")}
         alone = simulate_prompts(groups, "token_budget", prompts_at_once=1, parks=True, **settings)
         together = simulate_prompts(groups, "token_budget", parks=True, **settings)
         ratios.append(together.running_steps / alone.running_steps)
-    assert max(ratios) <= 1.05 and sum(ratio > 1 for ratio in ratios) <= 5
+    assert max(ratios) <= 1.05 and sum(ratio > 1 for ratio in ratios) <= longer
     assert statistics.mean(ratios) <= 0.7
