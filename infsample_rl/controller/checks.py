@@ -35,6 +35,7 @@ from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.lora import check_lora
 from infsample_rl.model.policy_head import masked_index
 from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
+from infsample_rl.model.weight_slices import check_weights
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.files import write_atomically
 from infsample_rl.observe.trackers.trackers import check_trackers
@@ -89,6 +90,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     needs = _check_surroundings(config)
     tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
     check_full_attention(architecture)
+    left_out = check_weights(config.model)
     check_teacher(config, tokenizer)
     trained = check_lora(config, architecture, checkpoint)
     _check_tokens(config, tokenizer, architecture)
@@ -110,7 +112,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         tokenizer=tokenizer,
         total_steps=config.run.steps or prompts.steps_for_epochs(config.run.epochs),
         checkpoint=checkpoint,
-        warnings=damages,
+        warnings=[*damages, *left_out],
         probe=probe,
         lock=lock,
         openings=Openings(config, tokenizer, environments),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def load_model(
     model: ModelConfig, device: torch.device | str = "cpu", *, path: str | None = None, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """The causal language model in eval mode, in `dtype` (default: model.dtype), from `path` (default: model.path),
-    read straight onto `device`."""
+    read straight onto `device`. ValueError in one line when it cannot be had or its files lack a weight."""
     source, device = path or model.path, torch.device(device)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # in a log each of its states would be a line
@@ -47,10 +48,22 @@ def load_model(
         # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here
         # too.
         local = {"local_files_only": cached_only(source)}
-        module = AutoModelForCausalLM.from_pretrained(source, **options, **local, adapter_kwargs=local)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, **options, **local, adapter_kwargs=local, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(not_found("model.path", source, "causal language model", error)) from None
+    module, found = loaded
+    if found["missing_keys"]:  # transformers gives them random numbers, and warns
+        raise ValueError(lacking(source, found["missing_keys"]))
     return module.eval()
+
+
+def lacking(source: str, names: Iterable[str]) -> str:
+    """The line on a model whose files have no weights of these names."""
+    first, *others = sorted(names)
+    more = f" and {len(others)} more" if others else ""
+    return f"model.path={source}: its files have no {first}{more}, which its config.json asks for"
 
 
 def build_outline(

@@ -26,7 +26,8 @@ from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from infsample_rl.config import ModelConfig
-from infsample_rl.model.hub import cached_only
+from infsample_rl.model.hub import cached_only, not_found
+from infsample_rl.model.loading import lacking
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHUNK_ELEMENTS = 2**24  # read at a time: 64 MB in float32
@@ -42,16 +43,10 @@ class WeightSlices:
     def __init__(self, lm: PreTrainedModel, files: list[Path]) -> None:
         """`lm` is an outline. NotSliceable unless the files hold exactly its parameters, under its names and in its
         shapes."""
-        self._files: dict[str, Path] = {}
-        for path in files:
-            with safe_open(path, "pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
+        self._files = {name: path for path in files for name in _names(path)}
         _check_names(lm, self._files)
         self._stored: dict[str, str] = {}  # parameter -> its name in the files
-        groups: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for name, parameter in lm.named_parameters(remove_duplicate=False):
-            groups[parameter].append(name)
-        for parameter, names in groups.items():
+        for parameter, names in _names_of(lm).items():
             found = [name for name in names if name in self._files]
             if not found:
                 raise NotSliceable(f"its files have no {names[0]}")
@@ -96,6 +91,19 @@ class WeightSlices:
             part[first - start : last - start].copy_(self._rows(stored, first, last))
 
 
+def _names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every parameter's names: several of one that is tied."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return names
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
 def _chunks(start: int, stop: int, shape: torch.Size) -> list[tuple[int, int]]:
     """Rows start to stop in runs of about CHUNK_ELEMENTS."""
     rows = max(1, CHUNK_ELEMENTS // max(1, shape[1:].numel()))
@@ -104,15 +112,45 @@ def _chunks(start: int, stop: int, shape: torch.Size) -> list[tuple[int, int]]:
 
 def _check_names(lm: PreTrainedModel, stored: Iterable[str]) -> None:
     """NotSliceable where transformers would convert what it reads, or needs more than parameters."""
-    stored = list(stored)
-    for change in get_model_conversion_mapping(lm):
-        for pattern in change.source_patterns:
-            matched = next((name for name in stored if re.search(pattern, name)), None)
-            if matched is not None:
-                raise NotSliceable(f"transformers converts {matched} of its files while loading")
+    converted = _converted(lm, stored)
+    if converted is not None:
+        raise NotSliceable(f"transformers converts {converted} of its files while loading")
     buffers = lm.state_dict().keys() - dict(lm.named_parameters(remove_duplicate=False)).keys()
     if buffers:
         raise NotSliceable(f"its files hold the buffer {min(buffers)}")
+
+
+def _converted(lm: PreTrainedModel, stored: Iterable[str]) -> str | None:
+    """The first name that transformers would change while loading."""
+    patterns = [pattern for change in get_model_conversion_mapping(lm) for pattern in change.source_patterns]
+    return next((name for pattern in patterns for name in stored if re.search(pattern, name)), None)
+
+
+def check_weights(model: ModelConfig) -> list[str]:
+    """Whether model.path's safetensors files hold every weight; ValueError in one line where one is damaged or lacks
+    some. Returns a warning where they hold more. What only loading can tell is not said."""
+    where: dict[str, Any] = {"local_files_only": cached_only(model.path)}
+    try:
+        lm = _empty_model(model, model.path, torch.float32, where)
+        files = {name for path in _weight_files(model.path, where) for name in _names(path)}
+    except NotSliceable:
+        return []
+    except (OSError, SafetensorError) as error:
+        raise ValueError(not_found("model.path", model.path, "weights", error)) from None
+    groups = _names_of(lm).values()
+    prefixed = {name.removeprefix(f"{lm.base_model_prefix}.") for names in groups for name in names}
+    if _converted(lm, files) is not None or files & (prefixed - set().union(*groups)):  # of a model without its head
+        return []
+    missing = [names[0] for names in groups if not files.intersection(names)]
+    if missing:
+        raise ValueError(lacking(model.path, missing))
+    ignored = lm._keys_to_ignore_on_load_unexpected or ()
+    more = sorted(files.difference(lm.state_dict(), *groups))
+    more = [name for name in more if not any(re.search(pattern, name) for pattern in ignored)]
+    if not more:
+        return []
+    others = f" and {len(more) - 1} more" if more[1:] else ""
+    return [f"{more[0]}{others} of the model's files are left out: its config.json asks for no such weights"]
 
 
 def load_outline(
@@ -122,13 +160,7 @@ def load_outline(
     and its buffers computed, and what reads its weights. NotSliceable, or an error of load_model's kinds."""
     source = path or model.path
     where: dict[str, Any] = {"local_files_only": cached_only(source)}
-    config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code, **where)
-    if getattr(config, "quantization_config", None) is not None:
-        raise NotSliceable("it is quantised")
-    if _cached(source, "adapter_config.json", where) is not None:
-        raise NotSliceable("its files are adapters")
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code).eval()
+    lm = _empty_model(model, source, dtype, where)
     if dtype != torch.float32 and (lm._keep_in_fp32_modules or lm._keep_in_fp32_modules_strict):
         raise NotSliceable("some of its layers stay in float32")
     try:
@@ -142,6 +174,17 @@ def load_outline(
         pass
     lm.name_or_path = source
     return lm, slices
+
+
+def _empty_model(model: ModelConfig, source: str, dtype: torch.dtype, where: dict[str, Any]) -> PreTrainedModel:
+    """The model of these files, its parameters and buffers on the meta device."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code, **where)
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotSliceable("it is quantised")
+    if _cached(source, "adapter_config.json", where) is not None:
+        raise NotSliceable("its files are adapters")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code).eval()
 
 
 def _cached(source: str, name: str, where: dict[str, Any]) -> str | None:
@@ -185,9 +228,7 @@ def _compute_buffers(lm: PreTrainedModel) -> None:
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
     """Memory, of any content, on `device` for what of a module's parameters and shards is on the meta device, in its
     own dtype or `dtype`; tied ones stay tied."""
-    groups: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups[parameter].append(name)
+    groups = _names_of(module)
     # What FSDP2 hooks into, to take the new tensors for its shards.
     module._apply(lambda tensor: torch.empty_like(tensor, device=device, dtype=dtype) if tensor.is_meta else tensor)
     for first, *others in groups.values():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import infsample_rl
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.checkpoints import write_checkpoint, write_checksums
@@ -14,6 +17,8 @@ from infsample_rl.controller.checks import Start, claim_run_folder, open_run_fol
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
 from tests.tiny_models import save_words
+
+KK_TINY = Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy"
 
 
 def begin(run_dir: Path, *overrides: str) -> Start:
@@ -32,6 +37,20 @@ def test_a_start_that_is_refused_or_only_prepared_leaves_no_folder(tmp_path):
     open_run_folder(run_dir, start)
     assert {path.name for path in run_dir.iterdir()} == {".lock", "plan.json"}
     start.lock.close()
+
+
+def test_a_model_whose_files_lack_weights_is_refused_before_anything_starts_and_what_they_have_more_is_said(tmp_path):
+    for name, change in [("fewer", 1), ("more", -1)]:
+        folder = shutil.copytree(KK_TINY, tmp_path / name)
+        settings = json.loads((folder / "config.json").read_text())
+        settings["num_hidden_layers"] += change
+        settings["layer_types"] = ["full_attention"] * settings["num_hidden_layers"]
+        (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"model\.path=.*fewer: its files have no model\.layers\.4\..* and 10 more"):
+        begin(tmp_path / "run", f"model.path={tmp_path / 'fewer'}")
+    start = begin(tmp_path / "run", f"model.path={tmp_path / 'more'}")
+    [warning] = [warning for warning in start.warnings if "are left out" in warning]
+    assert warning.startswith("model.layers.3.input_layernorm.weight and 10 more of the model's files")
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):

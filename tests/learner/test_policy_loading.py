@@ -1,6 +1,7 @@
 """A rank reads the slices of its own shards: bitwise the weights of the whole model, or the whole model is loaded."""
 
 import importlib.util
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import infsample_rl
 from infsample_rl.config import LearnerConfig, ModelConfig
 from infsample_rl.learner.policy_loading import load_policy
 from infsample_rl.model.loading import load_model
-from infsample_rl.model.weight_slices import NotSliceable, load_outline, materialize
+from infsample_rl.model.weight_slices import NotSliceable, check_weights, load_outline, materialize
 from tests.learner_ranks import Scenario, run_ranks
 
 KK_TINY = str(Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy")
@@ -124,14 +125,11 @@ def renamed(tensors):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda tensors: tensors.pop("model.norm.weight"), "have no model.norm.weight"),
         (renamed, "have no model.embed_tokens.weight"),
         (lambda tensors: tensors.update({"x.LayerNorm.gamma": torch.zeros(1)}), "converts x.LayerNorm.gamma"),
     ],
 )
-def test_files_that_transformers_would_convert_or_complete_are_loaded_whole(
-    tools, untied_policy, tmp_path, change, reason
-):
+def test_files_that_transformers_would_convert_are_loaded_whole(tools, untied_policy, tmp_path, change, reason):
     path = copied(untied_policy, tmp_path / "model", change)
     config = tools.make_config(path, learner=LEARNER, ranks=2)
     policy = load_policy(config, torch.device("cpu"), None, in_slices=True)
@@ -139,6 +137,50 @@ def test_files_that_transformers_would_convert_or_complete_are_loaded_whole(
     assert policy.how.startswith("whole on every rank: ")
     assert reason in policy.how
     assert not any(parameter.is_meta for parameter in policy.lm.parameters())
+
+
+def pruned(tensors):
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("in_slices", [True, False])
+def test_files_that_lack_weights_are_refused_not_completed_with_random_numbers(
+    tools, untied_policy, tmp_path, in_slices
+):
+    path = copied(untied_policy, tmp_path / "model", pruned)
+    lacks = f"model.path={path}: its files have no model.layers.1.mlp.up_proj.weight and 1 more, which its config.json"
+    with pytest.raises(ValueError, match=re.escape(lacks)):
+        load_policy(tools.make_config(path, learner=LEARNER, ranks=2), torch.device("cpu"), None, in_slices=in_slices)
+    with pytest.raises(ValueError, match=re.escape(lacks)):
+        check_weights(ModelConfig(path=path))
+
+
+def test_what_files_hold_beside_the_model_is_named_and_a_head_that_is_tied_is_none_of_it(
+    tied_policy, untied_policy, tmp_path
+):
+    add = {"model.layers.9.mlp.up_proj.weight": torch.zeros(1), "extra": torch.zeros(1)}
+    path = copied(untied_policy, tmp_path / "more", lambda tensors: tensors.update(add))
+    [warning] = check_weights(ModelConfig(path=path))
+    assert warning == ("extra and 1 more of the model's files are left out: its config.json asks for no such weights")
+    head = {"lm_head.weight": torch.zeros(1)}
+    path = copied(tied_policy, tmp_path / "tied", lambda tensors: tensors.update(head))
+    assert check_weights(ModelConfig(path=path)) == check_weights(ModelConfig(path=tied_policy)) == []
+
+
+def test_weights_that_only_loading_can_tell_are_left_to_it(untied_policy, tmp_path):
+    for name, change in [
+        ("renamed", renamed),
+        ("converted", lambda tensors: tensors.update({"x.LayerNorm.gamma": torch.zeros(1)})),
+    ]:
+        assert check_weights(ModelConfig(path=copied(untied_policy, tmp_path / name, change))) == []
+
+
+def test_damaged_weights_are_refused_in_a_line(untied_policy, tmp_path):
+    path = Path(copied(untied_policy, tmp_path / "cut", lambda _: None))
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"model.path={path}: no weights could be loaded .*not fully covered"):
+        check_weights(ModelConfig(path=str(path)))
 
 
 def test_bin_files_are_loaded_whole(tools, untied_policy, tmp_path):

@@ -21,6 +21,7 @@ from pathlib import Path
 from infsample_rl.commands.convert import openrlhf, trl, verl
 from infsample_rl.config.command_line import run_command
 from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import ConfigError
 
 PEERS = {"trl": trl.convert, "verl": verl.convert, "openrlhf": openrlhf.convert}
 
@@ -35,12 +36,16 @@ def _run(arguments: list[str]) -> int:
     name = re.sub(r"\W+", "_", path.stem).strip("_") or "converted"
     text = conversion.yaml(f"python -m infsample_rl convert {peer} {path.name}", name)
     print(text, end="")
-    with tempfile.TemporaryDirectory() as folder:  # composed and checked as a run would, but for models and data
-        (Path(folder) / "experiment").mkdir()
-        (Path(folder) / "experiment" / "converted.yaml").write_text(text)
-        load_config(["+experiment=converted"], folder)
     for entry in sorted(conversion.dropped):
         print(f"not converted: {entry}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:  # composed and checked as a run would, but for models and data
+        written = Path(folder) / "experiment" / "converted.yaml"
+        written.parent.mkdir()
+        written.write_text(text)
+        try:
+            load_config(["+experiment=converted"], folder)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(written), "the experiment above")) from None
     return 3 if conversion.dropped else 0
 
 

@@ -24,6 +24,7 @@ def _functions(urls: str) -> list[dict[str, str]]:
 
 ROWS = (
     Row("logger.wandb.run_name", "run.name", str),
+    Row("logger.wandb.project", "logging.wandb_project", str),
     Row("ckpt.output_dir", "run.dir", local_path, "./ckpt"),
     Row("ckpt.save_steps", "run.checkpoint_every", not_negative, -1),
     Row("train.seed", "run.seed", int, 42),

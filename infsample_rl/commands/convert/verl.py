@@ -24,6 +24,7 @@ MODES = {"vanilla": None, "gspo": "gspo", "cispo": "cispo"}  # these have an agg
 
 ROWS = (
     Row("trainer.experiment_name", "run.name", str, "gsm8k"),
+    Row("trainer.project_name", "logging.wandb_project", str),
     Row("trainer.default_local_dir", "run.dir", local_path),
     Row("trainer.save_freq", "run.checkpoint_every", not_negative, -1),
     Row("trainer.total_training_steps", "run.steps", positive),

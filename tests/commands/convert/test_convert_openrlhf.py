@@ -21,7 +21,7 @@ ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_d
    --rollout.batch_size 64 --rollout.n_samples_per_prompt 8 --train.batch_size 256 --ds.zero_stage 3 \
    --data.max_len 3072 --rollout.max_new_tokens 2048 --train.num_episodes 3 --ds.param_dtype bf16 \
    --eval.dataset someone/sums_test --eval.steps 10 --ckpt.save_steps 20 --ckpt.save_hf \
-   --logger.wandb.key abcdef0123456789 --no.such.flag 3
+   --logger.wandb.key abcdef0123456789 --logger.wandb.project adding --no.such.flag 3
 """
 LEAST = """
 python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a/b --reward.remote_url grade.py \\
@@ -43,7 +43,7 @@ def test_a_ray_job_keeps_units_and_objective(convert, tmp_path):
         **{"reference.placement": "learner", "cluster.colocate": True, "cluster.learner_ranks": 4},
         **{"data.eval_source": "someone/sums_test", "run.eval_temperature": 0.6, "run.eval_samples": 4},
         **{"run.eval_prompts": 1_000_000, "run.eval_every": 10, "rollout.kv_budget_bytes": "auto"},
-        **{"run.seed": 42, "run.epochs": 3.0, "run.checkpoint_every": 20},
+        **{"run.seed": 42, "run.epochs": 3.0, "run.checkpoint_every": 20, "logging.wandb_project": "adding"},
     }
     assert found.has(expected) == expected
     assert found.config.reward.functions[0].name == f"{tmp_path.parent}/rewards/grade.py:reward_func"

@@ -31,7 +31,8 @@ python3 -m verl.trainer.main_ppo \
     $ROLLOUT.val_kwargs.do_sample=True $ROLLOUT.val_kwargs.temperature=0.6 $ROLLOUT.val_kwargs.n=4 \
     custom_reward_function.path=rewards/sums.py custom_reward_function.name=score_sum "${OVERLONG[@]}" \
     trainer.n_gpus_per_node=4 trainer.nnodes=$WORLD trainer.total_epochs=2 trainer.save_freq=25 trainer.test_freq=-1 \
-    trainer.experiment_name="sums-$(date +%s)" trainer.logger='["console"]' trainer.nonsense=1 "$@"
+    trainer.experiment_name="sums-$(date +%s)" trainer.project_name=adding \
+    trainer.logger='["console"]' trainer.nonsense=1 "$@"
 """
 MINIMAL = """
 algorithm: {adv_estimator: grpo}
@@ -54,6 +55,7 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
         **{"cluster.learner_ranks": 8, "cluster.rollout_workers": 8, "cluster.learner_gpus": 1},
         **{"run.eval_temperature": 0.6, "run.eval_samples": 4, "run.eval_every": 0, "run.epochs": 2.0},
         **{"rollout.top_k": 0, "rollout.kv_budget_bytes": "auto", "logging.wandb": "disabled"},
+        **{"logging.wandb_project": "adding"},
     }
     assert found.has(expected) == expected
     assert found.config.data.source.endswith("/data/sums/train.parquet")
@@ -130,6 +132,14 @@ def test_dictionaries_and_the_names_of_today(convert):
 )
 def test_a_value_that_is_not_taken_is_one_line(refused, argument, error):
     assert error in refused("verl", "one.yaml", MINIMAL, argument)
+
+
+def test_settings_that_contradict_each_other_are_said_beside_what_was_not_converted(tmp_path, capsys):
+    (tmp_path / "one.yaml").write_text(MINIMAL.replace("n: 4", "nn: 4"))
+    assert main(["verl", str(tmp_path / "one.yaml")]) == 2
+    dropped, error = capsys.readouterr().err.splitlines()
+    assert dropped == "not converted: actor_rollout_ref.rollout.nn=4"
+    assert "got 1: a group of one has no advantage; the experiment above sets rollout.group_size" in error
 
 
 def test_no_file_no_command_and_no_mapping_are_one_line(refused, tmp_path, capsys):
