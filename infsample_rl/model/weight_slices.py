@@ -145,7 +145,7 @@ def check_weights(model: ModelConfig) -> list[str]:
     if missing:
         raise ValueError(lacking(model.path, missing))
     ignored = lm._keys_to_ignore_on_load_unexpected or ()
-    more = sorted(files.difference(lm.state_dict(), *groups))
+    more = sorted(files.difference(lm.state_dict()))
     more = [name for name in more if not any(re.search(pattern, name) for pattern in ignored)]
     if not more:
         return []

@@ -156,15 +156,26 @@ def test_files_that_lack_weights_are_refused_not_completed_with_random_numbers(
 
 
 def test_what_files_hold_beside_the_model_is_named_and_a_head_that_is_tied_is_none_of_it(
-    tied_policy, untied_policy, tmp_path
+    tied_policy, untied_policy, tmp_path, monkeypatch
 ):
     add = {"model.layers.9.mlp.up_proj.weight": torch.zeros(1), "extra": torch.zeros(1)}
     path = copied(untied_policy, tmp_path / "more", lambda tensors: tensors.update(add))
     [warning] = check_weights(ModelConfig(path=path))
     assert warning == ("extra and 1 more of the model's files are left out: its config.json asks for no such weights")
+    monkeypatch.setattr(type(loaded_whole(path)), "_keys_to_ignore_on_load_unexpected", [r"layers\.9", "extra"])
+    assert check_weights(ModelConfig(path=path)) == []
     head = {"lm_head.weight": torch.zeros(1)}
-    path = copied(tied_policy, tmp_path / "tied", lambda tensors: tensors.update(head))
+    path = copied(tied_policy, tmp_path / "both", lambda tensors: tensors.update(head))
     assert check_weights(ModelConfig(path=path)) == check_weights(ModelConfig(path=tied_policy)) == []
+
+
+def test_tied_embeddings_may_lie_in_the_files_as_the_head(tied_policy, tmp_path):
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    path = copied(tied_policy, tmp_path / "head", rename)
+    assert check_weights(ModelConfig(path=path)) == []
+    assert torch.equal(loaded_whole(path).lm_head.weight, loaded_whole(tied_policy).lm_head.weight)
 
 
 def test_weights_that_only_loading_can_tell_are_left_to_it(untied_policy, tmp_path):
