@@ -111,13 +111,21 @@ class StandIns(MetaPathFinder, Loader):
 
     def exec_module(self, module: Any) -> None: ...
 
+    def leave(self) -> None:
+        """From here on these packages are the real ones, for who imports them."""
+        sys.meta_path.remove(self)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, Recorded)]:
+            del sys.modules[name]
 
-def begin(words: Sequence[str], flags: dict[str, Any], packages: Iterable[str]) -> None:
+
+def begin(words: Sequence[str], flags: dict[str, Any], packages: Iterable[str]) -> StandIns:
     """From here on this process is the script of these words, with these modules stood in for."""
     sys.argv = list(words)
     Run.is_on = True
     Run.flags.update(flags)
-    sys.meta_path.insert(0, StandIns(packages))
+    stand_ins = StandIns(packages)
+    sys.meta_path.insert(0, stand_ins)
+    return stand_ins
 
 
 def parsed(kinds: Any) -> list[Any]:

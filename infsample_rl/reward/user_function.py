@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any
 from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.trl_stand_ins import Run, StandIns, TrainerReached, begin
+
+FETCHING = ("trl", "datasets", "transformers", "peft")  # what a TRL script loads models and rows with
 
 
 def import_function(path: str, name: str) -> Callable[..., Any]:
@@ -60,8 +63,6 @@ def given_to_trainer(words: list[str], name: str, setting: str) -> Any:
     except ValueError as error:
         last = said.getvalue().strip().rpartition("\n")[2]
         raise ValueError(f"{error}{f': {last}' if last else ''}") from None
-    finally:
-        Run.is_on = False
     raise ValueError(f"{setting}: {words[0]} has ended before it called train() of a trainer")
 
 
@@ -82,8 +83,11 @@ def _import_file(path: str, setting: str, *, is_main: bool = False) -> ModuleTyp
         return sys.modules[private]
     if os.path.dirname(full) not in sys.path:
         sys.path.append(os.path.dirname(full))  # for modules beside the file; last, so that they hide nothing
+    source = Path(full).read_bytes()
     if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
         sys.meta_path.append(StandIns(["trl"]))  # last: where it is not installed
+    # Imported up to where it would train, without what it loads for that.
+    stand_ins = begin([full], {}, FETCHING) if not is_main and _trains(source) else None
     spec = importlib.util.spec_from_file_location(private, full)
     assert spec is not None and spec.loader is not None  # both are there for every .py file
     module = importlib.util.module_from_spec(spec)
@@ -91,12 +95,22 @@ def _import_file(path: str, setting: str, *, is_main: bool = False) -> ModuleTyp
     try:
         if is_main:
             module.__name__, sys.modules["__main__"] = "__main__", module
-            exec(compile(Path(full).read_bytes(), full, "exec"), vars(module))
-        else:
-            spec.loader.exec_module(module)
+        exec(compile(source, full, "exec"), vars(module))
+    except TrainerReached:
+        if is_main:
+            raise
     except (Exception, SystemExit) as error:  # not what ends this process: Ctrl-C and SIGTERM
         raise ValueError(f"{setting}: {path} cannot be imported: {describe_error(error, full)}") from error
+    finally:
+        Run.is_on = False
+        if stand_ins is not None:
+            stand_ins.leave()
     return module
+
+
+def _trains(source: bytes) -> bool:
+    """Whether importing a file would train: it has a trainer, and does not ask whether it is the main script."""
+    return re.search(rb"\bif\s+__name__\b", source) is None and re.search(rb"Trainer\b", source) is not None
 
 
 def describe_error(error: BaseException, path: str | None) -> str:

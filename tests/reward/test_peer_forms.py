@@ -106,6 +106,31 @@ def labelled(queries, prompts, labels):
 def reward_plain(queries, prompts, labels):
     return Tensor([3.0])
 """
+SCRIPT = """
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+rows = load_dataset("nobody/nothing", split="train")
+tokenizer = AutoTokenizer.from_pretrained("nobody/nothing")
+rows = rows.map(lambda row: {"prompt": tokenizer.apply_chat_template(row["messages"])})
+
+def short(completions, **kwargs):
+    return [float(len(completion[0]["content"]) < 5) for completion in completions]
+
+def tokens(completions, **kwargs):
+    return [float(len(tokenizer(completion[0]["content"]))) for completion in completions]
+
+def local(completions, **kwargs):
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained("MODEL")
+    return [float(len(tokenizer(completion[0]["content"])["input_ids"]) > 0) for completion in completions]
+
+args = GRPOConfig(num_generations=4, learning_rate=1e-6)
+trainer = GRPOTrainer(model="nobody/nothing", reward_funcs=[short, tokens], args=args, train_dataset=rows)
+trainer.train()
+raise SystemExit("trained")
+"""
 WORKED = "1 + 2 makes three.\n#### 3"
 
 
@@ -118,7 +143,7 @@ def open_worker(tiny_qwen3, tmp_path):
     def build(*functions, answer_field=None):
         entries = [{"name": function} if isinstance(function, str) else function for function in functions]
         listed = [
-            RewardFunctionConfig(**entry | {"name": name if name in RULES else f"{path}:{name}"})
+            RewardFunctionConfig(**entry | {"name": name if name in RULES or ":" in name else f"{path}:{name}"})
             for entry in entries
             for name in [entry["name"]]
         ]
@@ -185,6 +210,18 @@ def test_of_several_turns_trls_form_gets_the_messages_and_a_rule_what_was_said_l
         "seen/x": [2.0, 2.0],
     }
     assert found.rewards == [7.5, 9.0]
+
+
+def test_a_trl_script_that_trains_when_it_is_imported_is_imported_up_to_there(
+    open_worker, prompt_of, tiny_qwen3, tmp_path
+):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("MODEL", str(tiny_qwen3)))
+    worker = open_worker(*(f"{path}:{name}" for name in ("short", "tokens", "local")))
+    found = worker.score_texts(prompt_of(trl_row()), ["3", "so 3"])
+    assert found.components == {"short": [1.0, 1.0], "tokens": [None, None], "local": [1.0, 1.0]}
+    [failure] = found.failures
+    assert "transformers.AutoTokenizer.from_pretrained() is called, and something stands in the place of" in failure
 
 
 def test_a_function_that_takes_environments_needs_some(tmp_path):

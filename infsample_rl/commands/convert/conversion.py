@@ -168,7 +168,10 @@ class Conversion:
         source = "data.sources" if "data.sources" in self.settings else "data.source"
         for ours in ("model.path", source, "reward.functions"):
             if self.ours(ours) in (None, []) or ours not in self.settings:
-                raise ValueError(f"nothing says what {ours} is to be; add it behind FILE, as one would for {self.peer}")
+                left_out = f" (not converted: {'; '.join(self.dropped)})" if self.dropped else ""
+                raise ValueError(
+                    f"nothing says what {ours} is to be; add it behind FILE, as one would for {self.peer}{left_out}"
+                )
         return self
 
     def _spelled(self, name: str) -> str:

@@ -138,9 +138,6 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         arguments = words[start:] if record["taken"] else _words_of(words[start:], own)
         made["environment_factory"] = shlex.join([os.path.abspath(script), *arguments])
     code += [f"{name} is a trainer of the script's own: what its methods change" for name in record["classes"]]
-    imported = [*made["reward_funcs"], *made.get("tools", []), str(made.get("environment_factory"))]
-    if any(".py:" in name for name in imported) and "__name__" not in script.read_text(encoding="utf-8"):
-        code.append('the script trains when its functions are imported: put that under `if __name__ == "__main__"`')
     if given.get("dataset_name") and not record["taken"]:  # the rows that the script makes are in it
         code = [line for line in code if not line.startswith("train_dataset.")]
     given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags

@@ -159,7 +159,15 @@ def test_the_quick_start_of_trl_loses_nothing(convert):
     }
     assert (found.code, found.has(expected), found.functions()) == (0, expected, [("math", 1.0)])
     own = QUICK_START.replace("from trl.rewards import accuracy_reward", "def accuracy_reward(completions): ...")
-    assert "the script trains when its functions are imported" in convert("trl", "quick.py", own).said
+    found = convert("trl", "own.py", own)
+    assert (found.code, found.functions()) == (0, [("own.py:accuracy_reward", 1.0)])
+
+
+def test_a_function_without_a_name_is_refused_with_what_to_do(refused):
+    unnamed = QUICK_START.replace("reward_funcs=accuracy_reward", "reward_funcs=lambda completions: [1.0]")
+    said = refused("trl", "quick.py", unnamed)
+    assert "nothing says what reward.functions is to be" in said
+    assert "<lambda> is made by code; write it into a file and give path/to/file.py:function" in said
 
 
 OPENENV = """
