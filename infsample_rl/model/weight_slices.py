@@ -128,14 +128,14 @@ def _converted(lm: PreTrainedModel, stored: Iterable[str]) -> str | None:
 
 def check_weights(model: ModelConfig) -> list[str]:
     """Whether model.path's safetensors files hold every weight; ValueError in one line where one is damaged or lacks
-    some. Returns a warning where they hold more. What only loading can tell is not said."""
-    where: dict[str, Any] = {"local_files_only": cached_only(model.path)}
+    some. Returns a warning where they hold more. What only loading can tell is not said, and nothing is fetched."""
+    where: dict[str, Any] = {"local_files_only": True}
     try:
         lm = _empty_model(model, model.path, torch.float32, where)
         files = {name for path in _weight_files(model.path, where) for name in _names(path)}
-    except NotSliceable:
+    except (NotSliceable, OSError):
         return []
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise ValueError(not_found("model.path", model.path, "weights", error)) from None
     groups = _names_of(lm).values()
     prefixed = {name.removeprefix(f"{lm.base_model_prefix}.") for names in groups for name in names}

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,11 @@ def test_weights_that_only_loading_can_tell_are_left_to_it(untied_policy, tmp_pa
         ("converted", lambda tensors: tensors.update({"x.LayerNorm.gamma": torch.zeros(1)})),
     ]:
         assert check_weights(ModelConfig(path=copied(untied_policy, tmp_path / name, change))) == []
+
+
+def test_weights_that_are_not_there_yet_are_not_fetched_to_be_checked(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("the hub is asked"))
+    assert check_weights(ModelConfig(path="somebody/something")) == []
 
 
 def test_damaged_weights_are_refused_in_a_line(untied_policy, tmp_path):
