@@ -189,6 +189,7 @@ def test_weights_that_only_loading_can_tell_are_left_to_it(untied_policy, tmp_pa
 
 def test_weights_that_are_not_there_yet_are_not_fetched_to_be_checked(monkeypatch):
     asked = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given: asked.append(given) or [])
     assert check_weights(ModelConfig(path="somebody/something")) == asked == []
 
