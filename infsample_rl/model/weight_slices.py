@@ -133,10 +133,10 @@ def check_weights(model: ModelConfig) -> list[str]:
     try:
         lm = _empty_model(model, model.path, torch.float32, where)
         files = {name for path in _weight_files(model.path, where) for name in _names(path)}
-    except (NotSliceable, OSError):
-        return []
     except SafetensorError as error:
         raise ValueError(not_found("model.path", model.path, "weights", error)) from None
+    except (ValueError, OSError, RuntimeError, AttributeError, KeyError, TypeError):  # a model unlike those known
+        return []
     groups = _names_of(lm).values()
     prefixed = {name.removeprefix(f"{lm.base_model_prefix}.") for names in groups for name in names}
     if _converted(lm, files) is not None or files & (prefixed - set().union(*groups)):  # of a model without its head

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import T5Config
 
 import infsample_rl
 from infsample_rl.config import LearnerConfig, ModelConfig
@@ -185,6 +186,15 @@ def test_weights_that_only_loading_can_tell_are_left_to_it(untied_policy, tmp_pa
         ("converted", lambda tensors: tensors.update({"x.LayerNorm.gamma": torch.zeros(1)})),
     ]:
         assert check_weights(ModelConfig(path=copied(untied_policy, tmp_path / name, change))) == []
+
+
+def test_a_model_that_is_no_causal_one_is_left_to_loading_which_says_so_in_a_line(tmp_path):
+    T5Config(num_layers=1, d_model=8, d_ff=8, num_heads=1, d_kv=8, vocab_size=8).save_pretrained(tmp_path)
+    save_file({"shared.weight": torch.zeros(8, 8)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert check_weights(ModelConfig(path=str(tmp_path))) == []
+    with pytest.raises(ValueError, match="no causal language model could be loaded from this folder") as refused:
+        loaded_whole(str(tmp_path))
+    assert "\n" not in str(refused.value)
 
 
 def test_weights_that_are_not_there_yet_are_not_fetched_to_be_checked(monkeypatch):
