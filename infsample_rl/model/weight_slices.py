@@ -141,16 +141,20 @@ def check_weights(model: ModelConfig) -> list[str]:
     prefixed = {name.removeprefix(f"{lm.base_model_prefix}.") for names in groups for name in names}
     if _converted(lm, files) is not None or files & (prefixed - set().union(*groups)):  # of a model without its head
         return []
-    missing = [names[0] for names in groups if not files.intersection(names)]
+    lacks = [names[0] for names in groups if not files.intersection(names)]
+    missing = _without(lacks, lm._keys_to_ignore_on_load_missing)
     if missing:
         raise ValueError(lacking(model.path, missing))
-    ignored = lm._keys_to_ignore_on_load_unexpected or ()
-    more = sorted(files.difference(lm.state_dict()))
-    more = [name for name in more if not any(re.search(pattern, name) for pattern in ignored)]
+    more = _without(sorted(files.difference(lm.state_dict())), lm._keys_to_ignore_on_load_unexpected)
     if not more:
         return []
     others = f" and {len(more) - 1} more" if more[1:] else ""
     return [f"{more[0]}{others} of the model's files are left out: its config.json asks for no such weights"]
+
+
+def _without(names: list[str], patterns: Iterable[str] | None) -> list[str]:
+    """Those that no pattern of the model's class lets pass."""
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
 def load_outline(

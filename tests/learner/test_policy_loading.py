@@ -171,6 +171,13 @@ def test_what_files_hold_beside_the_model_is_named_and_a_head_that_is_tied_is_no
     assert check_weights(ModelConfig(path=path)) == check_weights(ModelConfig(path=tied_policy)) == []
 
 
+def test_weights_that_the_class_may_do_without_are_not_asked_for(untied_policy, tmp_path, monkeypatch):
+    path = copied(untied_policy, tmp_path / "model", pruned)
+    monkeypatch.setattr(type(loaded_whole(untied_policy)), "_keys_to_ignore_on_load_missing", ["norm", "up_proj"])
+    assert check_weights(ModelConfig(path=path)) == []
+    loaded_whole(path)  # as transformers has it
+
+
 def test_tied_embeddings_may_lie_in_the_files_as_the_head(tied_policy, tmp_path):
     def rename(tensors):
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
