@@ -24,17 +24,22 @@ READY := $(VENV)/.ready
 VLLM ?= -r requirements-vllm.lock
 VLLM_VENV := .venv-vllm
 VERIFIERS := .venv-verifiers
+PEERS := .venv-peers
 
-.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm verifiers tables results docs reference smollm2 lock clean
+.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm verifiers peers test-peers tables results docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not peers" $(ARGS)
 
-test-all: $(VENV)/.tools vllm verifiers test
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+test-all: $(VENV)/.tools vllm verifiers test test-peers
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "slow and not peers" $(ARGS)
+
+# Beside TRL and verl, where they are installed; part of test-all.
+test-peers: peers
+	$(PEERS)/bin/python -m pytest -m peers $(ARGS)
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
 test-matrix: $(READY)
@@ -58,6 +63,9 @@ vllm: $(VLLM_VENV)/.ready
 
 # A client of `serve`, whose openai is an older one than ours.
 verifiers: $(VERIFIERS)/.ready
+
+# TRL and verl on top of .venv: rivals.trl_python of the benchmarks.
+peers: $(PEERS)/.ready
 
 # The paper's tables and its memory figure, docs/results/paper_tables.md and docs/results/memory.png.
 tables: $(READY)
@@ -110,11 +118,18 @@ $(VERIFIERS)/.ready: requirements-verifiers.lock $(READY)
 	$(BIN)/uv pip install -q --no-deps --python $(VERIFIERS)/bin/python -r requirements-verifiers.lock
 	touch $@
 
-# Extras, linters, TRL and verl from the registry of packages; a browser where none is installed.
+# Their packages first, then those of .venv. verl brings folders named scripts and tests, which would hide ours.
+$(PEERS)/.ready: requirements-peers.lock $(READY)
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv --without-pip $(PEERS)
+	$(BIN)/uv pip install -q --no-deps --python $(PEERS)/bin/python -r requirements-peers.lock
+	packages=$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && rm -rf $$packages/scripts $$packages/tests \
+	  && $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$packages/ours.pth
+	touch $@
+
+# Extras and linters from the registry of packages; a browser where none is installed.
 $(VENV)/.tools: requirements-tools.lock $(READY)
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python -r requirements-tools.lock \
 	  || $(BIN)/python -m pip install -q --no-deps -r requirements-tools.lock
-	cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && rm -rf scripts tests # verl's, which would hide ours
 	which chromium chromium-browser google-chrome | grep -q . || $(BIN)/playwright install --with-deps chromium \
 	  || apt-get install -qq --no-install-recommends chromium || echo "no browser can be had: its tests are skipped"
 	touch $@

@@ -36,7 +36,7 @@ class CalculatorOptions:
         if self.config.samples_per_step % self.rows:
             raise ValueError(f"rows={self.rows} does not divide a step of {self.config.samples_per_step} samples")
         if importlib.util.find_spec("trl") is None:
-            raise ValueError("TRL is not in this interpreter: make test-all installs it")
+            raise ValueError("TRL is not in this interpreter: .venv-peers/bin/python, by make peers, has it")
 
 
 def run(options: CalculatorOptions) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -34,6 +35,10 @@ CHATML = (
 def pytest_collection_modifyitems(items):
     """Whole runs first: no process is to begin the longest file when the others have nothing left. Without a GPU one
     case of a test marked gpu tells as much as all."""
+    if importlib.util.find_spec("verl") is None or importlib.util.find_spec("trl") is None:
+        for item in items:
+            if item.get_closest_marker("peers") is not None:
+                item.add_marker(pytest.mark.skip("TRL and verl are not installed here: make test-peers"))
     seen = set()
     for item in items if not torch.cuda.is_available() else ():
         name = item.nodeid.split("[")[0]

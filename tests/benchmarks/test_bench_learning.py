@@ -1,7 +1,6 @@
 """benchmarks.learning: the problems apart, both sides on the same prompts, and a command that goes on where it was
 cut."""
 
-import importlib.util
 import json
 from itertools import combinations
 
@@ -9,8 +8,6 @@ import pytest
 
 from benchmarks import learning
 from benchmarks.learning_reward import last_number
-
-needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed here")
 
 
 def test_the_reward_is_one_for_the_right_last_number():
@@ -65,8 +62,7 @@ def test_bad_arguments_end_with_one_line_and_status_2(argument, said, refused, t
     assert said in refused(learning.main, *given)
 
 
-@pytest.mark.slow
-@needs_trl
+@pytest.mark.peers
 def test_both_sides_train_on_the_same_and_a_second_command_finds_them_done(tiny_qwen3, tmp_path, monkeypatch, capfd):
     sizes = ["steps=2", "eval_every=1", "eval_samples=1", "prompts_per_step=2", "group_size=4", "max_new_tokens=8"]
     arguments = [f"model={tiny_qwen3}", *sizes, "seeds=[0]", "lrs=[1e-4]", "trl_rows=4", f"out={tmp_path}"]

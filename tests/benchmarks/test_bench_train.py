@@ -19,7 +19,6 @@ from infsample_rl.types import LossTotals, TrainingSample
 
 KEYS = ["name", "seconds_per_step", "peak_memory_bytes", "phases", "tokens_per_s"]
 PROMPTS = [[5, 9, 7], [8, 4, 6, 3, 2], [1, 2, 3], [7, 7, 7, 7, 7]]  # two steps of two
-needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed here")
 
 
 def spec_of(folder, **changes):
@@ -149,7 +148,7 @@ def test_trl_is_refused_in_one_line_where_no_interpreter_has_it(monkeypatch):
         train.TrainOptions()
 
 
-@needs_trl
+@pytest.mark.peers
 def test_trl_takes_the_same_step_from_the_same_samples(tiny_qwen3):
     """Gradient of TRL's first step against our learner's on TRL's own samples; its std has another epsilon, 1e-4."""
     from benchmarks import train_trl

@@ -8,11 +8,9 @@ import pytest
 
 from infsample_rl.data.turns import TurnTemplate
 from tests.conftest import byte_tokenizer
-from tests.data.test_turns import ADD, OBSERVED, TEMPLATES
+from tests.data.test_turns import ADD, OBSERVED, template_of_trl
 
-WHERE = "make test-all installs it"
-base = pytest.importorskip("renderers.base", reason=f"needs the package renderers: {WHERE}")
-configs = pytest.importorskip("renderers.configs")
+pytestmark = pytest.mark.peers
 SPECIAL = (  # tokens that renderers look for
     "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> </tool_call> <tool_response> </tool_response> "
     "<|begin_of_text|> <|end_of_text|> <|eot_id|> <|eom_id|> <|python_tag|> <|start_header_id|> <|end_header_id|> "
@@ -26,12 +24,14 @@ USER = [{"role": "user", "content": "Higher."}]
 def tokenizer_with(template: str):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer.chat_template = template_of_trl(template)
     return tokenizer
 
 
 @functools.cache
 def config_of(renderer: str, off: bool):
+    from renderers import configs
+
     found = [each for each in vars(configs).values() if isinstance(each, type) and hasattr(each, "model_fields")]
     [own] = {each for each in found if "name" in each.model_fields and each.model_fields["name"].default == renderer}
     return own(**OFF) if off else own()
@@ -63,6 +63,8 @@ def config_of(renderer: str, off: bool):
 )
 @pytest.mark.parametrize("observed", [OBSERVED, USER], ids=["tool", "user"])
 def test_ids_are_those_of_renderers(template, renderer, kwargs, observed):
+    from renderers import base
+
     tokenizer, tools = tokenizer_with(template), [ADD] if observed is OBSERVED else []
     base._populate_registry()
     bridge = base.RENDERER_REGISTRY[renderer](tokenizer, config_of(renderer, bool(kwargs)))

@@ -8,8 +8,6 @@ import pytest
 from infsample_rl.data.turns import ToolCall, TurnTemplate
 from tests.conftest import byte_tokenizer
 
-TRL = importlib.util.find_spec("trl")
-TEMPLATES = Path(TRL.submodule_search_locations[0]) / "chat_templates" if TRL else Path("none")
 ADD = {
     "type": "function",
     "function": {
@@ -34,15 +32,18 @@ def tokenizer_of(template: str):
     return tokenizer
 
 
+def template_of_trl(name: str) -> str:
+    templates = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
+    return (templates / f"{name}.jinja").read_text()
+
+
 def of_trl(name: str, tools=(ADD,), **kwargs) -> TurnTemplate:
-    path = TEMPLATES / f"{name}.jinja"
-    if not path.is_file():
-        pytest.skip("TRL, which has the templates, is not installed here: make test-all installs it")
-    tokenizer = tokenizer_of(path.read_text())
+    tokenizer = tokenizer_of(template_of_trl(name))
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<|observation|>"])
     return TurnTemplate.of(tokenizer, kwargs, list(tools), stops)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("thinking", [None, False, True])
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_sampled_ids_and_what_follows_are_the_whole_conversation(name, thinking):
@@ -85,6 +86,7 @@ GLM = (
 LLAMA = '{"name": "add", "parameters": {"a": 2, "b": 0.5}}<|eot_id|>'
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("name", "text"),
     [("qwen2_5", HERMES), ("qwen3", HERMES), ("qwen3_5_nothink", XML), ("llama3_1", LLAMA), ("glm4moe", GLM)],
@@ -95,12 +97,14 @@ def test_calls_are_read_in_the_form_that_the_template_writes(name, text):
     assert template.parse("It is 5.") == ([], "")
 
 
+@pytest.mark.peers
 def test_two_calls_of_one_turn_are_read_in_their_order():
     first, second = (HERMES.replace("2", str(number)) for number in (3, 4))
     calls, problem = of_trl("qwen3").parse(f"I add twice. {first}\n{second}<|im_end|>")
     assert [call.arguments["a"] for call in calls] == [3, 4] and not problem
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -121,6 +125,7 @@ def test_a_call_that_cannot_be_made_says_why(text, problem):
     assert calls == [] and found.startswith(problem)
 
 
+@pytest.mark.peers
 def test_an_argument_of_another_type_than_the_schemas_says_so():
     text = XML.replace("\n2\n", "\ntwo\n")
     assert of_trl("qwen3_5_nothink").parse(text) == ([], "the argument 'a' of add must be of type integer, got 'two'")

@@ -55,12 +55,17 @@ def test_its_gradient_is_that_of_the_reverse_kl(loss):
     torch.testing.assert_close(mean_gradient(objective, advantage=3.0), 0.5 * wanted, rtol=0, atol=1e-12)
 
 
+def trl_kl(student, teacher, beta):
+    from trl.experimental.gkd import GKDTrainer
+
+    labels = torch.zeros(1, TOKENS, dtype=torch.long)
+    return GKDTrainer.generalized_jsd_loss(student.detach()[None], teacher[None], labels=labels, beta=beta).item()
+
+
+@pytest.mark.peers
 def test_the_reverse_kl_is_trls_loss_at_beta_1():
-    trainer = pytest.importorskip("trl.experimental.gkd").GKDTrainer
-    peer = trainer.generalized_jsd_loss(
-        logits(0)[None], logits(1)[None], labels=torch.zeros(1, TOKENS, dtype=torch.long), beta=1
-    )
-    assert peer.item() == pytest.approx(reverse_kl(logits(0), logits(1)).item(), rel=1e-12)
+    peer = trl_kl(logits(0), logits(1), 1)
+    assert peer == pytest.approx(reverse_kl(logits(0), logits(1)).item(), rel=1e-12)
 
 
 def distribution(seed, kind="student"):
@@ -68,19 +73,27 @@ def distribution(seed, kind="student"):
     return (logits(seed) * (3.0 if kind == "teacher" else 1.0)).log_softmax(-1)
 
 
-@pytest.mark.parametrize(("kind", "beta"), [("reverse", 1), ("forward", 0)])
-def test_of_all_ids_it_is_the_whole_kl_and_trls_loss(kind, beta):
-    student, teacher = logits(0).requires_grad_(), distribution(1, "teacher")
+def kl_of_all_ids(student, teacher, kind):
     ids = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row)) for row in range(TOKENS)])
-    own = likely_kl(student.log_softmax(-1).gather(-1, ids), teacher.gather(-1, ids), kind).sum()
+    return likely_kl(student.log_softmax(-1).gather(-1, ids), teacher.gather(-1, ids), kind).sum()
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+def test_of_all_ids_it_is_the_whole_kl(kind):
+    student, teacher = logits(0).requires_grad_(), distribution(1, "teacher")
+    own = kl_of_all_ids(student, teacher, kind)
     pair = (teacher, student.log_softmax(-1)) if kind == "reverse" else (student.log_softmax(-1), teacher)
     wanted = F.kl_div(*pair, reduction="sum", log_target=True)
     assert own.item() == pytest.approx(wanted.item(), rel=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(each, student)[0] for each in (own, wanted)), rtol=0, atol=1e-12)
-    trainer = pytest.importorskip("trl.experimental.gkd").GKDTrainer
-    labels = torch.zeros(1, TOKENS, dtype=torch.long)
-    peer = trainer.generalized_jsd_loss(student.detach()[None], teacher[None], labels=labels, beta=beta)
-    assert own.item() / TOKENS == pytest.approx(peer.item(), rel=1e-12)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(("kind", "beta"), [("reverse", 1), ("forward", 0)])
+def test_of_all_ids_it_is_trls_loss(kind, beta):
+    student, teacher = logits(0), distribution(1, "teacher")
+    own = kl_of_all_ids(student, teacher, kind)
+    assert own.item() / TOKENS == pytest.approx(trl_kl(student, teacher, beta), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward"])

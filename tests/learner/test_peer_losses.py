@@ -1,7 +1,6 @@
-"""Our losses and gradients beside those of verl 0.9.1 and TRL 1.16.0, in float64. `make test-all` installs
-both.
+"""Our losses and gradients beside those of verl 0.9.1 and TRL 1.16.0, in float64.
 
-`python tests/learner/test_peer_losses.py` writes what the peers give on one batch to
+`.venv-peers/bin/python tests/learner/test_peer_losses.py` writes what the peers give on one batch to
 tests/data/learner/golden_losses.jsonl, which test_golden_losses.py compares with where they are absent.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +24,7 @@ from infsample_rl.learner.divergence import kl_estimate
 from infsample_rl.learner.loss import effective_sample_size, policy_loss
 from infsample_rl.types import LossTotals
 
-verl = pytest.importorskip("verl", minversion="0.9.1")
-trl = pytest.importorskip("trl", minversion="1.16.0")
-from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: E402
-from verl.workers.config import ActorConfig  # noqa: E402
-
+pytestmark = pytest.mark.peers
 GOLDEN = Path(__file__).parent.parent / "data" / "learner" / "golden_losses.jsonl"
 NORMALIZER = 16  # dr_grpo's constant
 NO_DUAL_CLIP = 1e9  # verl bounds the loss of a negative advantage at ratio 3, which neither the papers nor TRL do
@@ -100,6 +96,9 @@ def verl_loss(
     objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor, totals: LossTotals | None = None
 ) -> Tensor:
     """verl's workers/utils/losses.py:ppo_loss from its parts; `totals` of a batch this one is a part of."""
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig
+
     policy, aggregation = {
         "grpo": ("vanilla", "seq-mean-token-mean"),
         "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"),
@@ -134,6 +133,8 @@ def verl_loss(
 
 
 def verl_weights(batch: Batch, level: str, cap: float) -> tuple[Tensor, dict[str, float]]:
+    from verl.trainer.ppo import rollout_corr_helper
+
     log_ratio = batch.padded(batch.old - batch.engine)
     return rollout_corr_helper.compute_rollout_correction_weights(
         log_ratio, batch.mask, rollout_is=level, rollout_is_threshold=cap
@@ -144,6 +145,8 @@ def trl_loss(
     objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor, loss_type: str | None = None
 ) -> Tensor:
     """TRL's GRPOTrainer._compute_loss on a stand-in for the trainer: one process, one micro-batch."""
+    from trl import GRPOTrainer
+
     level = "sequence" if objective.loss == "gspo" else "token"
     loss_type = loss_type or ("grpo" if objective.loss == "gspo" else objective.loss)
     trainer = SimpleNamespace(
@@ -184,7 +187,7 @@ def trl_loss(
         "importance_sampling_ratio": weights.exp().clamp(max=objective.importance_cap),
         "num_items_in_batch": mask.sum(),
     }
-    return trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    return GRPOTrainer._compute_loss(trainer, None, inputs)
 
 
 def loss_and_gradients(loss_of, objective: ObjectiveConfig, batch: Batch) -> tuple[float, list[float], list[float]]:
@@ -302,6 +305,8 @@ def test_effective_sample_size_equals_verls(kind):
 
 @pytest.mark.parametrize("kind", ["std", "mean_only", "rloo"])
 def test_advantages_equal_verls(kind):
+    from verl.trainer.ppo import core_algos
+
     generator = np.random.default_rng(0)
     for group in ([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], generator.normal(size=32).tolist(), [0.5, 0.5]):
         rewards, mask = (
@@ -337,6 +342,8 @@ def test_trls_entropy_bonus_is_a_token_mean_in_grpo_too():
 
 
 def test_verl_caps_k3_at_ten_and_trl_and_we_do_not():
+    from verl.trainer.ppo import core_algos
+
     new, reference = torch.tensor([-6.0], dtype=torch.float64), torch.tensor([-2.0], dtype=torch.float64)
     assert core_algos.kl_penalty(new, reference, "k3").item() == 10.0
     assert kl_estimate(new, reference, "k3").item() == pytest.approx(np.exp(4) - 5)
@@ -365,8 +372,8 @@ def test_verls_overlong_shaping_is_ours():
 def write_golden() -> None:
     """Write one batch and what each peer makes of it; no number in the file is ours."""
     batch = make_batch(92, spread=2.5)
-    cases = [(f"verl {verl.__version__}", verl_loss, case) for case in VERL_CASES]
-    cases += [(f"trl {trl.__version__}", trl_loss, case) for case in TRL_CASES]
+    cases = [(f"verl {version('verl')}", verl_loss, case) for case in VERL_CASES]
+    cases += [(f"trl {version('trl')}", trl_loss, case) for case in TRL_CASES]
     results = []
     for peer, loss_of, case in cases:
         loss, by_logprob, by_entropy = loss_and_gradients(loss_of, ObjectiveConfig(**case), batch)
