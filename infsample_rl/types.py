@@ -40,6 +40,7 @@ class EpisodeStart(NamedTuple):
     columns: dict[str, Any]  # of the row, and its messages as `prompt`
     messages: list[dict[str, str]] | None = None  # of the prompt, where they are what an environment said in its place
     tools: list[dict[str, Any]] | tuple[()] = ()  # that a program offers its policy
+    token_ids: list[int] | None = None  # of the prompt, where a program asks its policy by token ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,9 +37,9 @@ class EnvironmentConfig:
         None,
         "the environment's class, or a function that makes one, as path/to/file.py:Class: TRL's form (reset(**row), "
         "its public methods as tools, get_reward()), gymnasium's (reset(seed, options), step(action)), or a program "
-        "that calls the policy as OpenAI's API (rollout(base_url, api_key)); a dictionary of such, of which a row's "
-        "column `environment` takes one; or a TRL script and its arguments, whose trainer's environment_factory it is; "
-        "none: a response has one turn",
+        "that calls the policy as OpenAI's or vLLM's API (rollout(base_url, api_key)); a dictionary of such, of which "
+        "a row's column `environment` takes one; or a TRL script and its arguments, whose trainer's "
+        "environment_factory it is; none: a response has one turn",
     )
     tools: list[str] = setting([], "functions that the model may call, as path/to/file.py:function, without a state")
     max_turns: int = setting(16, "turns of a trajectory that the policy samples", low=1, read_if=_is_set)

@@ -9,10 +9,10 @@ from typing import Any
 
 from infsample_rl.config import Config
 from infsample_rl.config.environment import NAMELESS
-from infsample_rl.data.chat import with_opening
+from infsample_rl.data.chat import of_token_ids, with_opening
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
-from infsample_rl.reward.policy_endpoint import Asked
+from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart, Prompt
 
 
@@ -47,11 +47,14 @@ class Openings:
             said, start = "", start._replace(messages=[])
         data, tools = self._config.data.parts[prompt.source], self._host.tools
         if isinstance(said, Asked):
-            start, tools = start._replace(messages=said.messages, tools=said.tools), {NAMELESS: said.tools}
+            start = start._replace(messages=said.messages, tools=said.tools, token_ids=said.token_ids)
+            tools = {NAMELESS: said.tools}
             if said.tools:
                 stops = self._tokenizer.all_special_ids
                 TurnTemplate.of(self._tokenizer, data.chat_template_kwargs, said.tools, stops)
-        if said:
+        if start.token_ids is not None:
+            prompt = of_token_ids(prompt, start.token_ids, self._tokenizer, data)
+        elif said:
             opening = said.messages if isinstance(said, Asked) else said
             prompt = with_opening(prompt, opening, self._tokenizer, data, tools)
         return dataclasses.replace(prompt, start=start)

@@ -59,6 +59,21 @@ def with_opening(
         text, token_ids = _rendered(messages, tokenizer, data, of_row(tools, prompt.columns))
     except BadRow as error:
         raise ValueError(f"row {prompt.row} with what its environment says {error}") from None
+    return _replaced(prompt, messages, text, token_ids, data)
+
+
+def of_token_ids(prompt: Prompt, token_ids: list[int], tokenizer: Any, data: DataConfig) -> Prompt:
+    """A prompt that is the ids its environment says. ValueError for more than data.max_prompt_tokens, and for ids that
+    the tokenizer does not have."""
+    if not all(0 <= each < len(tokenizer) for each in token_ids):
+        known = f"from 0 to {len(tokenizer) - 1}"
+        raise ValueError(f"row {prompt.row}: its environment's token_ids must be {known}, got {max(token_ids)}")
+    return _replaced(prompt, prompt.messages, tokenizer.decode(token_ids), token_ids, data)
+
+
+def _replaced(
+    prompt: Prompt, messages: list[dict[str, str]], text: str, token_ids: list[int], data: DataConfig
+) -> Prompt:
     if len(token_ids) > data.max_prompt_tokens:
         raise ValueError(
             f"row {prompt.row} has {len(token_ids)} tokens with what its environment says, data.max_prompt_tokens must "

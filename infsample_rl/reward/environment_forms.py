@@ -4,7 +4,7 @@ their methods. Each is made into one form.
     gymnasium    reset(seed, options), step(action) -> (observation, reward, terminated, truncated, info)
     SkyRL-gym    init(prompt) -> (messages, info), step(action) -> {"observations": messages, "reward", "done", ...}
     TextArena    reset(num_players, seed), get_observation(), step(action) -> (done, info), close() -> (rewards, ...)
-    a program    rollout(base_url, api_key, ...) -> reward, which calls the policy itself, as OpenAI's API
+    a program    rollout(base_url, api_key, ...) -> reward, which calls the policy itself, as OpenAI's or vLLM's API
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from infsample_rl.reward.policy_endpoint import Asked, PolicyEndpoint
+from infsample_rl.reward.policy_conversation import Asked, PolicyTurn
+from infsample_rl.reward.policy_endpoint import PolicyEndpoint
 
 Call = Callable[..., Any]  # calls a method, and waits for one that is async
 
@@ -27,6 +28,7 @@ class Acted(NamedTuple):
     said: Any  # where tools were called, a list of what each of them said
     reward: Any
     ended: bool
+    token_ids: list[int] | None = None  # in the place of what is said
 
 
 class Acting(Protocol):
@@ -141,6 +143,7 @@ class Program:
     def __init__(self, made: Any) -> None:
         self._made, self._endpoint = made, PolicyEndpoint()
         self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._so_far = 0  # tokens, of a program that asks by them
 
     def open(self, seed: int, columns: dict[str, Any]) -> Asked:
         """As Acting.open: its first request. ValueError for one that ends without any."""
@@ -151,14 +154,25 @@ class Program:
         if asked is None:
             self._reward()
             raise ValueError("rollout ended without a request to the policy")
+        self._so_far = len(asked.token_ids or [])
         return asked
 
-    def act(self, text: str | None, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
-        """As Acting.act: its next request, or its end, which has the reward."""
-        self._endpoint.answer(text, calls, is_last=is_last)
+    def act(
+        self,
+        text: str | None,
+        is_last: bool = False,
+        calls: Sequence[tuple[str, dict[str, Any]]] = (),
+        sampled: tuple[list[int], list[float], str] = ([], [], "stop"),
+    ) -> Acted:
+        """As Acting.act: its next request, or its end, which has the reward. `sampled`: the turn's token ids, their
+        log-probabilities and its finish_reason, for one that asks by token ids."""
+        self._endpoint.answer(None if text is None else PolicyTurn(text, calls, *sampled), is_last=is_last)
         asked = self._endpoint.asked.get()
         if asked is None:
             return Acted("", self._reward(), True)
+        if asked.token_ids is not None:
+            before, self._so_far = self._so_far + len(sampled[0]), len(asked.token_ids)
+            return Acted("", 0.0, False, asked.token_ids[before:])
         said = [message["content"] for message in asked.messages[-max(1, len(calls)) :]]
         return Acted(said if calls else said[0], 0.0, False)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from infsample_rl.config import Config
 from infsample_rl.reward.environment_server import EnvironmentServer
-from infsample_rl.reward.policy_endpoint import Asked, is_tool
+from infsample_rl.reward.policy_conversation import Asked, are_ids, is_tool
 from infsample_rl.types import EpisodeStart, Request
 
 log = logging.getLogger(__name__)
@@ -149,10 +149,12 @@ class EnvironmentHost:
             self._end(episode)
             self._meet(episode, self._successor(server))
         found = self._receive(episode)
-        messages, tools = found.get("messages"), found.get("tools", [])
+        messages, tools, ids = found.get("messages"), found.get("tools", []), found.get("token_ids")
         if messages is not None and not (_are_messages(messages) and all(map(is_tool, tools))):
             raise EnvironmentFailed(FORGED)
-        episode.opening = str(found["said"]) if messages is None else Asked(messages, tools)
+        if ids is not None and not are_ids(ids):
+            raise EnvironmentFailed(FORGED)
+        episode.opening = str(found["said"]) if messages is None else Asked(messages, tools, ids)
 
     def _meet(self, episode: _Episode, server: EnvironmentServer) -> None:
         """Its process's first word, so that the system says who it is."""
@@ -254,6 +256,8 @@ def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:
         if not isinstance(answers, list) or not all(map(_is_text, answers)):
             return False
         if not isinstance(said, str) or not isinstance(found.get("ended"), bool):
+            return False
+        if not are_ids(found.get("token_ids", [])):
             return False
         return (found["ended"] or len(answers) == called) and _is_number(found.get("reward"))
     functions, reported = found.get("functions"), found.get("reported")

@@ -9,17 +9,19 @@ JSON, so that the host unpickles nothing a user's code could have made.
                                     <-      {"pid": ..., "form": "tools", "tools": {NAME: [schema, ...]}} or {"error":
                                             "..."}
     a socket                        ->      a fork, which talks through it:
-    ("reset", seed, columns, the prompt's messages and tools where they are what another asked for, else None, [])
-                                    ->
+    ("reset", seed, columns, the prompt's messages, tools and token ids where they are what another asked for, else
+    None, [], None)                 ->
                                     <-      {}, then {"said": "..."}, what the episode opens with, or {"said": "",
-                                            "messages": [...], "tools": [...]}, what takes the place of the prompt
+                                            "messages": [...], "tools": [...], "token_ids": [...] or null}, what takes
+                                            the place of the prompt
     ("call", [(name, arguments)])   ->
                                     <-      {"said": ["...", ...], "failed": 0}, an answer to every call; with
                                             {"lists": {"0": [...]}}, those that were lists, as such
-    ("act", text, whether no turn follows, [(name, arguments)] of tools that a program offers)
+    ("act", text, whether no turn follows, [(name, arguments)] of tools that a program offers, and, for one that asks by
+    token ids, (ids, log-probabilities, finish_reason))
                                     ->
                                     <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions; with
-                                            calls {"answers": ["...", ...]}
+                                            calls {"answers": ["...", ...]}; by token ids {"token_ids": [...]}
     ("reward", messages)            ->      all that was said after the prompt
                                     <-      {"reward": 1.0, "functions": {NAME: 1.0}, "reported": {"NAME/KEY": 1.0}},
                                             null where the environment has none, or a function leaves it out
@@ -48,7 +50,7 @@ from infsample_rl.reward.functions import LoadedFunction, as_reward, call_functi
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.linux_sandbox import NAME, prctl
-from infsample_rl.reward.policy_endpoint import Asked, Message, Tool
+from infsample_rl.reward.policy_conversation import Asked, Message, Tool
 from infsample_rl.reward.user_function import describe_error
 
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
@@ -159,6 +161,7 @@ def _opening(
     columns: dict[str, Any],
     messages: list[Message] | None,
     tools: Sequence[Tool],
+    token_ids: list[int] | None,
 ) -> dict[str, Any]:
     if actor is not None:
         said = actor.open(seed, columns)
@@ -168,9 +171,9 @@ def _opening(
         said = None
     if isinstance(said, Asked):
         found = [each | {"content": _text(each["content"])} for each in said.messages]
-        if messages is not None and (messages, list(tools)) != (found, said.tools):
+        if messages is not None and (messages, list(tools), token_ids) != (found, said.tools, said.token_ids):
             raise ValueError("rollout's first request must follow from its seed and row: it is not its group's prompt")
-        return {"said": "", "messages": found, "tools": said.tools}
+        return {"said": "", "messages": found, "tools": said.tools, "token_ids": said.token_ids}
     return {"said": "" if said is None else _text(said)}
 
 
@@ -194,7 +197,9 @@ def _answers(
 
 
 def _acted(acted: Acted) -> dict[str, Any]:
-    found = {"said": "", "reward": _number(acted.reward), "ended": acted.ended}
+    found: dict[str, Any] = {"said": "", "reward": _number(acted.reward), "ended": acted.ended}
+    if acted.token_ids is not None:
+        return found | {"token_ids": acted.token_ids}
     if isinstance(acted.said, list):
         return found | {"answers": list(map(_text, acted.said))}
     return found | {"said": _text(acted.said)}

@@ -9,7 +9,7 @@ from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.openings import Openings, seed_of
 from infsample_rl.reward.environment_host import EnvironmentFailed
-from infsample_rl.reward.policy_endpoint import Asked
+from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import Prompt
 from tests.conftest import byte_tokenizer
 
@@ -53,6 +53,18 @@ def test_messages_of_a_program_take_the_place_of_the_prompt(monkeypatch):
     [opened] = openings().open([prompt(0)], position=40)
     assert opened.messages == opened.start.messages == asked and "A game." not in opened.text
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
+
+
+def test_token_ids_of_a_program_take_the_place_of_the_prompt(monkeypatch):
+    asked = byte_tokenizer()("Who?")["input_ids"]
+    monkeypatch.setattr(Host, "opening", lambda self, seed, columns: Asked([], [], asked))
+    [opened] = openings().open([prompt(0)], position=40)
+    assert opened.token_ids.tolist() == opened.start.token_ids == asked and opened.text == "Who?"
+    with pytest.raises(ValueError, match="row 7 has 4 tokens with what its environment says, data.max_prompt_tokens"):
+        openings(max_prompt_tokens=3).open([prompt(0)], position=40)
+    asked[0] = 259
+    with pytest.raises(ValueError, match="row 7: its environment's token_ids must be from 0 to 258, got 259"):
+        openings().open([prompt(0)], position=40)
 
 
 def test_tools_that_a_program_offers_are_offered_to_its_policy(monkeypatch):

@@ -17,6 +17,7 @@ from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost, _is_reply
+from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart
 
 COUNTER = '''
@@ -130,6 +131,21 @@ class Tooled:
                 said = str(2 * json.loads(call["function"]["arguments"])["amount"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
         return float(answer["content"] == "8")
+
+
+class ByTokens:
+    """Asks by token ids."""
+
+    def rollout(self, base_url, api_key, target):
+        from urllib.request import Request, urlopen
+
+        ids, url = [target], base_url.removesuffix("/v1") + "/inference/v1/generate"
+        for _ in range(2):
+            request = Request(url, json.dumps({"token_ids": ids}).encode(), {"Authorization": f"Bearer {api_key}"})
+            with urlopen(request) as response:
+                sampled = json.load(response)["choices"][0]["token_ids"]
+            ids += [*sampled, 7]
+        return float(sum(ids))
 
 
 class Deaf:
@@ -393,7 +409,7 @@ def test_a_program_offers_tools_and_is_given_their_calls(file):
         asked = host.opening(7, {"target": "Twice four?"})
         assert asked.messages == [{"role": "user", "content": "Twice four?"}]
         assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
-        host.open("one", EpisodeStart(7, {"target": "Twice four?"}, *asked))
+        host.open("one", EpisodeStart(7, {"target": "Twice four?"}, asked.messages, asked.tools))
         host.ask("one", ("act", "So:", False, [("add", {"amount": 1}), ("add", {"amount": 4})]))
         assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "answers": ["2", "8"]}
         host.ask("one", ("act", "8", False))
@@ -403,6 +419,28 @@ def test_a_program_offers_tools_and_is_given_their_calls(file):
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
         host.close()
+
+
+def test_a_program_may_ask_by_token_ids(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:ByTokens"))
+    try:
+        assert host.opening(7, {"target": 5}) == Asked([], [], [5])
+        host.open("one", EpisodeStart(7, {"target": 5}, [], [], [5]))
+        host.ask("one", ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop")))
+        assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "token_ids": [7]}
+        host.ask("one", ("act", "you", False, [], ([3], [-0.5], "length")))
+        assert answers(host, 1)["one"] == {"said": "", "reward": 25.0, "ended": True}
+        host.open("two", EpisodeStart(7, {"target": 5}, [], [], [6]))
+        host.ask("two", ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop")))
+        assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize("ids", ["7", [7.0], [-1], [True]])
+def test_token_ids_that_are_none_are_no_reply(ids):
+    found = {"said": "", "reward": 0.0, "ended": False, "token_ids": ids}
+    assert not _is_reply(found, "act", "me", False, [], ([1], [-0.5], "stop"))
 
 
 @pytest.mark.parametrize(("answers", "ended", "is_one"), [(2, False, True), (1, False, False), (0, True, True)])
@@ -662,7 +700,10 @@ def test_a_script_that_never_trains_is_one_line(script):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game, Play, Tooled, Deaf, Dice;"),
+        (
+            {"factory": "{}:Countr"},
+            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice;",
+        ),
         ({"factory": "{}:MIXED"}, "all must be of one form, got {'count': 'tools', 'game': 'actions'}"),
         ({"factory": "{}:WRONG"}, ":WRONG, 'count', is neither a class nor a function"),
         ({"factory": "/no/such.py --most 4"}, "environment.factory: no file /no/such.py"),

@@ -11,7 +11,8 @@ import urllib.request
 import pytest
 
 from infsample_rl.reward.environment_forms import Acted, Program
-from infsample_rl.reward.policy_endpoint import OVER, ROUTE, Asked
+from infsample_rl.reward.policy_conversation import Asked
+from infsample_rl.reward.policy_endpoint import OVER
 
 WHO = [{"role": "user", "content": "Who 3?"}]
 MORE = {"role": "user", "content": "And?"}
@@ -21,13 +22,16 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"propertie
 def post(base_url, api_key, messages, **others):
     """The answer's text, or all of it; RuntimeError with what a refusal says."""
     timeout, retries, whole = others.pop("timeout", 20), others.pop("retries", "0"), others.pop("whole", False)
-    headers = {"Authorization": f"Bearer {api_key}", "x-stainless-retry-count": retries}
     body = others.pop("body", None) or json.dumps({"model": "policy", "messages": messages} | others).encode()
-    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+    message = posted(base_url + "/chat/completions", api_key, body, timeout, retries)["choices"][0]["message"]
+    return message if whole else message["content"]
+
+
+def posted(url, api_key, body, timeout=20, retries="0"):
+    headers = {"Authorization": f"Bearer {api_key}", "x-stainless-retry-count": retries}
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            message = json.load(response)["choices"][0]["message"]
-            return message if whole else message["content"]
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as response:
+            return json.load(response)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{error.code}: {json.load(error)['error']['message']}") from None
 
@@ -92,7 +96,7 @@ class Tries:
     ("second", "said"),
     [
         (lambda url, key, said: post(url, "another", said), "401: the key is missing or another"),
-        (lambda url, key, said: post(url + "/v2", key, said), f"404: there is no /v1/v2/chat/completions: {ROUTE}"),
+        (lambda url, key, said: post(url + "/v2", key, said), "404: there is no /v1/v2/chat/completions: "),
         (lambda url, key, said: post(url, key, None, body=b"{"), "400: the body must be JSON"),
         (lambda url, key, said: post(url, key, []), "400: give messages, a list of objects"),
         (lambda url, key, said: post(url, key, [*said, MORE], temperature=0.2), "400: temperature=0.2: how is sampled"),
@@ -258,3 +262,113 @@ def test_a_trajectory_begins_without_tool_calls():
     program = Program(Begins())
     assert program.open(0, {}) == Asked(WHO)
     assert program.act("me") == Acted("", 1.0, True)
+
+
+IDS = [5, 6, 7]
+SAID = ([8, 9], [-0.5, -0.25], "stop")  # ids, log-probabilities, finish_reason
+
+
+def generate(base_url, api_key, token_ids, sampling=None, **others):
+    """The answer's choice, or RuntimeError with what a refusal says."""
+    body = json.dumps({"model": "policy", "token_ids": token_ids, "sampling_params": sampling} | others).encode()
+    [choice] = posted(base_url.removesuffix("/v1") + "/inference/v1/generate", api_key, body)["choices"]
+    return choice
+
+
+def test_token_ids_go_on_from_what_was_sampled():
+    class ByIds:
+        def rollout(self, base_url, api_key, start):
+            first = generate(base_url, api_key, start, {"stop_token_ids": [9], "logprobs": 1}, cache_salt="a")
+            self.second = generate(base_url, api_key, [*start, *first["token_ids"], 3, 4])
+            return first["logprobs"]["content"][1]["logprob"]
+
+    made = ByIds()
+    program = Program(made)
+    assert program.open(0, {"start": IDS}) == Asked([], [], IDS, [9])
+    assert program.act("me", False, [], SAID) == Acted("", 0.0, False, [3, 4])
+    assert program.act("you", True, [], ([1], [-2.0], "length")) == Acted("", -0.25, True)
+    assert made.second["token_ids"] == [1] and made.second["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (lambda url, key: generate(url, key, [*IDS, 8, 9]), "token_ids must begin with the 5 so far"),
+        (lambda url, key: generate(url, key, [*IDS, 8]), "token_ids must begin with the 5 so far"),
+        (lambda url, key: generate(url, key, [*IDS, 8, 0, 3]), "token_ids must begin with the 5 so far"),
+        (lambda url, key: generate(url, key, []), "give token_ids, a list of token ids"),
+        (lambda url, key: generate(url, key, [*IDS, 8, 9, -1]), "give token_ids, a list of token ids"),
+        (lambda url, key: generate(url, key, [*IDS, 8, 9, True]), "give token_ids, a list of token ids"),
+        (lambda url, key: generate(url, key, [*IDS, 8, 9, 3], [1]), "sampling_params must be an object"),
+        (
+            lambda url, key: generate(url, key, [*IDS, 8, 9, 3], {"max_tokens": 4}),
+            "sampling_params.max_tokens=4: how is sampled the run's settings say; leave it out",
+        ),
+        (
+            lambda url, key: generate(url, key, [*IDS, 8, 9, 3], {"stop_token_ids": ["."]}),
+            "sampling_params.stop_token_ids must be a list of token ids",
+        ),
+        (lambda url, key: generate(url, key, [*IDS, 8, 9, 3], priority=2), "priority=2: how is sampled"),
+        (lambda url, key: post(url, key, WHO), "the trajectory began by /inference/v1/generate, and goes on by it"),
+    ],
+)
+def test_token_ids_that_cannot_be_a_turn_are_refused(second, said):
+    class ByIds:
+        def rollout(self, base_url, api_key):
+            generate(base_url, api_key, IDS)
+            with pytest.raises(RuntimeError) as refused:
+                second(base_url, api_key)
+            self.said = str(refused.value)
+            return float(generate(base_url, api_key, [*IDS, 8, 9, 3])["token_ids"] == [8, 9])
+
+    made = ByIds()
+    program = Program(made)
+    program.open(0, {})
+    assert program.act("me", False, [], SAID) == Acted("", 0.0, False, [3])
+    assert program.act("me", False, [], SAID) == Acted("", 1.0, True)
+    assert made.said.startswith(f"400: {said}")
+
+
+def test_a_stop_token_of_the_program_that_is_none_of_the_runs_is_said():
+    class ByIds:
+        def rollout(self, base_url, api_key):
+            with pytest.raises(RuntimeError, match=r"stop_token_ids has 8, behind .* rollout.stop_token_ids=\[8\]"):
+                generate(base_url, api_key, IDS, {"stop_token_ids": [8, 9]})
+            return 0.5
+
+    program = Program(ByIds())
+    program.open(0, {})
+    assert program.act("me", False, [], SAID) == Acted("", 0.5, True)
+
+
+@pytest.mark.peers
+def test_the_client_of_renderers_plays_by_token_ids():
+    """verifiers' training client samples by it."""
+    import openai
+    from renderers import base, client
+
+    from tests.data.test_turn_oracle import config_of, tokenizer_with
+
+    base._populate_registry()
+    tokenizer = tokenizer_with("qwen3")
+    renderer = base.RENDERER_REGISTRY["qwen3"](tokenizer, config_of("qwen3", True))
+    said, end = tokenizer("me", add_special_tokens=False)["input_ids"], "<|im_end|>"
+    ids = [*said, tokenizer.convert_tokens_to_ids(end)]
+
+    class Client:
+        async def rollout(self, base_url, api_key):
+            given = {"client": openai.AsyncOpenAI(base_url=base_url, api_key=api_key), "renderer": renderer}
+            first = await client.generate(messages=WHO, model="policy", **given)
+            before = [*first["prompt_ids"], *first["completion_ids"]]
+            bridged = renderer.bridge_to_next_turn(first["prompt_ids"], first["completion_ids"], [MORE])
+            second = await client.generate(messages=[], model="policy", prompt_ids=bridged.token_ids, **given)
+            assert bridged.token_ids[: len(before)] == before and second["finish_reason"] == "length"
+            return first["completion_logprobs"][0] if (first["content"], second["content"]) == ("me", "me") else 0.0
+
+    program = Program(Client())
+    asked = program.open(0, {})
+    begins = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert tokenizer.decode(asked.token_ids) == f"<|im_start|>user\nWho 3?{end}\n{begins}"
+    behind = program.act("me", False, [], (ids, [-0.5] * len(ids), "stop"))
+    assert tokenizer.decode(behind.token_ids) == f"\n<|im_start|>user\nAnd?{end}\n{begins}"
+    assert program.act("me", True, [], (ids, [-0.5] * len(ids), "length")) == Acted("", -0.5, True)

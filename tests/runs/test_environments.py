@@ -66,6 +66,35 @@ class Play(Guess):
             messages += [message, {"role": "user", "content": said}]
         return total
 '''
+BY_TOKENS = '''
+from transformers import AutoTokenizer
+
+TOKENIZER = AutoTokenizer.from_pretrained("{model}")
+BEHIND = "\\n<|im_start|>user\\n{{}}<|im_end|>\\n<|im_start|>assistant\\n"
+
+
+class PlayByTokens(Guess):
+    """The same game, by a program that renders itself and asks by token ids."""
+
+    def rollout(self, base_url, api_key, prompt, seed, answer):
+        total, ended, said = 0, False, self.reset(seed, {{"answer": answer}})
+        messages = [*prompt[:-1], prompt[-1] | {{"content": prompt[-1]["content"] + "\\n\\n" + said}}]
+        text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids, url = TOKENIZER(text)["input_ids"], base_url.removesuffix("/v1") + "/inference/v1/generate"
+        while not ended:
+            body = json.dumps({{"token_ids": ids, "sampling_params": {{"logprobs": 1}}}}).encode()
+            try:
+                with urlopen(Request(url, body, {{"Authorization": "Bearer " + api_key}})) as response:
+                    sampled = json.load(response)["choices"][0]["token_ids"]
+            except HTTPError:  # there is no further turn
+                break
+            said, reward, ended, _, _ = self.step(TOKENIZER.decode(sampled, skip_special_tokens=True))
+            total += reward
+            behind = BEHIND.format(said)
+            behind = behind if sampled[-1] == TOKENIZER.eos_token_id else "<|im_end|>" + behind
+            ids = [*ids, *sampled, *TOKENIZER(behind)["input_ids"]]
+        return total
+'''
 TOOLS = '''
 class Count:
     """TRL's form."""
@@ -208,6 +237,13 @@ def test_no_bit_changes_with(train, settings, plain, changes):
 @pytest.mark.slow
 def test_a_program_that_calls_the_policy_itself_trains_the_same(train, settings, plain):
     assert without_waits(train(settings[0].replace(":Guess", ":Play"), *settings[1:])) == without_waits(plain)
+
+
+@pytest.mark.slow
+def test_one_that_asks_by_token_ids_trains_the_same(train, settings, plain, tiny_qwen3, tmp_path):
+    path = tmp_path / "by_tokens.py"
+    path.write_text(GAME + BY_TOKENS.format(model=tiny_qwen3))
+    assert without_waits(train(f"environment.factory={path}:PlayByTokens", *settings[1:])) == without_waits(plain)
 
 
 @pytest.mark.slow

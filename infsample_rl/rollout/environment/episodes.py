@@ -98,7 +98,9 @@ class Episodes:
         if text is not None:
             state.messages.append(assistant_message(text, calls))
         if self._environments.form == "program":
-            self._act(state, text if text is None else state.messages[-1]["content"], calls)
+            said = text if text is None else state.messages[-1]["content"]
+            logprobs = [float(each) for each in sample.logprobs[len(sample.tokens) - len(turn) :]]
+            self._act(state, said, calls, (turn, logprobs, reason))
         elif self._environments.form == "actions":
             if text is not None:
                 self._ask(state, "act", text, state.is_last)
@@ -115,11 +117,17 @@ class Episodes:
             state.names = tuple(call.name for call in calls)
             self._ask(state, "call", [tuple(call) for call in calls])
 
-    def _act(self, state: _State, said: str | None, calls: Sequence[ToolCall]) -> None:
-        """Give a program its policy's turn, with calls of the tools that it has offered; None: there is no turn."""
+    def _act(
+        self, state: _State, said: str | None, calls: Sequence[ToolCall], sampled: tuple[list[int], list[float], str]
+    ) -> None:
+        """Give a program its policy's turn, with calls of the tools that it has offered, or as it was sampled where it
+        asks by token ids; None: there is no turn."""
         state.calls += len(calls)
         state.names = tuple(call.name for call in calls)
-        self._ask(state, "act", said, state.is_last, *([[tuple(call) for call in calls]] if calls else []))
+        more: list[Any] = [[tuple(call) for call in calls]] if calls else []
+        if self._starts[state.sample.group.prompt_index].token_ids is not None:
+            more = [[], sampled]
+        self._ask(state, "act", said, state.is_last, *more)
 
     def take(self, *, wait_s: float) -> list[Answer]:
         """As Turns.take."""
@@ -200,6 +208,8 @@ class Episodes:
                 state.rewards[-2:] = [sum(state.rewards[-2:])]
             if reply["ended"] or state.is_last:
                 self._finish(state, sum(state.rewards))
+            elif "token_ids" in reply:
+                self._observe_ids(state, reply["token_ids"])
             elif state.names:
                 self._observe_tools(state, reply["answers"])
             else:
@@ -225,6 +235,20 @@ class Episodes:
         state.messages += [
             each | {"content": lists.get(str(number), each["content"])} for number, each in enumerate(shown)
         ]
+        self._ready.append(Answer(state.sample, ids, None))
+
+    def _observe_ids(self, state: _State, ids: list[int]) -> None:
+        """Of a program that renders itself."""
+        if not ids or max(ids) >= len(self._tokenizer):
+            return self._finish(
+                state, None, f"token_ids must be from 0 to {len(self._tokenizer) - 1}, got {max(ids, default='none')}"
+            )
+        most = self._config.max_observation_tokens
+        if len(ids) > most:
+            cut = self._tokenizer(CUT, add_special_tokens=False)["input_ids"]
+            ids = [*ids[: most // 2], *cut, *ids[-(most // 2) :]]
+        state.begun += len(ids)
+        state.messages.append({"role": "user", "content": self._tokenizer.decode(ids)})
         self._ready.append(Answer(state.sample, ids, None))
 
     def _ask_reward(self, state: _State) -> None:

@@ -134,6 +134,54 @@ def test_a_program_is_given_the_calls_of_the_tools_that_it_offers():
     assert (answer.episode.reward, answer.episode.turns, answer.episode.calls) == (1.0, 2, 1)
 
 
+def by_tokens(**settings):
+    _, host, tokenizer = make("program")
+    templates = templates_of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
+    starts = {4: EpisodeStart(11, {}, messages=[], token_ids=[1])}
+    return Episodes(host, templates, EnvironmentConfig(factory="a.py:A", **settings), starts), host, tokenizer
+
+
+def test_a_program_that_asks_by_token_ids_is_given_and_gives_them():
+    episodes, host, tokenizer = by_tokens()
+    sample = sampled(tokenizer, "left")
+    sample.logprobs = [-0.5] * 4
+    episodes.end(sample, "stop")
+    left, right = (tokenizer(text)["input_ids"] for text in ("left", "right"))
+    assert host.asked == [(0, "act", "left", False, [], (left, [-0.5] * 4, "stop"))]
+    host.answers.put((0, {"said": "", "reward": 0.0, "ended": False, "token_ids": [3, 4]}))
+    [answer] = episodes.take(wait_s=0)
+    assert answer.observed == [3, 4] and answer.episode is None
+    sample.tokens.extend(answer.observed)
+    sample.logprobs += [float("nan")] * 2 + [-0.25] * 5
+    episodes.end(sampled(tokenizer, "right", sample), "length")
+    assert host.asked[1:] == [(0, "act", "right", True, [], (right, [-0.25] * 5, "length"))]
+    host.answers.put((0, {"said": "", "reward": 1.0, "ended": True}))
+    [answer] = episodes.take(wait_s=0)
+    assert (answer.episode.reward, answer.episode.turns) == (1.0, 2)
+    assert [each["content"] for each in answer.episode.messages] == ["left", tokenizer.decode([3, 4]), "right"]
+
+
+@pytest.mark.parametrize("ids", [[], [3, 259]])
+def test_token_ids_that_the_tokenizer_does_not_have_fail_their_trajectory(ids):
+    episodes, host, tokenizer = by_tokens()
+    sample = sampled(tokenizer, "left")
+    sample.logprobs = [-0.5] * 4
+    episodes.end(sample, "stop")
+    host.answers.put((0, {"said": "", "reward": 0.0, "ended": False, "token_ids": ids}))
+    [answer] = episodes.take(wait_s=0)
+    assert answer.episode.reward is None and answer.episode.failure.startswith("token_ids must be from 0 to 258, got ")
+
+
+def test_of_too_many_token_ids_the_middle_is_left_out():
+    episodes, host, tokenizer = by_tokens(max_observation_tokens=16)
+    sample = sampled(tokenizer, "left")
+    sample.logprobs = [-0.5] * 4
+    episodes.end(sample, "stop")
+    host.answers.put((0, {"said": "", "reward": 0.0, "ended": False, "token_ids": [*range(1, 30)]}))
+    [answer] = episodes.take(wait_s=0)
+    assert answer.observed == [*range(1, 9), *tokenizer(episodes_module.CUT)["input_ids"], *range(22, 30)]
+
+
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_the_last_turn_calls_nothing_any_more(reason):
     episodes, host, tokenizer = make(max_turns=5 if reason == "length" else 1)
