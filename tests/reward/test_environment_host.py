@@ -438,9 +438,16 @@ def test_a_program_may_ask_by_token_ids(file):
 
 
 @pytest.mark.parametrize("ids", ["7", [7.0], [-1], [True]])
-def test_token_ids_that_are_none_are_no_reply(ids):
+def test_token_ids_that_are_none_are_no_reply(file, monkeypatch, ids):
     found = {"said": "", "reward": 0.0, "ended": False, "token_ids": ids}
     assert not _is_reply(found, "act", "me", False, [], ([1], [-0.5], "stop"))
+    host = EnvironmentHost(config_of(factory=f"{file}:ByTokens"))
+    monkeypatch.setattr(host, "_receive", lambda episode: {"said": "", "messages": [], "token_ids": ids})
+    try:
+        with pytest.raises(EnvironmentFailed, match="it wrote into the line of its answers"):
+            host.opening(7, {"target": 5})
+    finally:
+        host.close()
 
 
 @pytest.mark.parametrize(("answers", "ended", "is_one"), [(2, False, True), (1, False, False), (0, True, True)])

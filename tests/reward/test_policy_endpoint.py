@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -141,22 +143,33 @@ def test_after_the_last_turn_every_request_is_refused(answer):
     assert made.said == f"400: {OVER}"
 
 
-def test_one_request_waits_at_a_time():
+@pytest.mark.parametrize("second", [{"messages": WHO}, {"messages": [MORE], "retries": "1"}], ids=["same", "another"])
+def test_one_request_waits_at_a_time(second):
     class Two:
         def rollout(self, base_url, api_key):
-            async def ask():
-                asked = [asyncio.to_thread(post, base_url, api_key, WHO) for _ in range(2)]
-                return await asyncio.gather(*asked, return_exceptions=True)
-
-            answers = asyncio.run(ask())
-            self.refused = [str(answer) for answer in answers if isinstance(answer, RuntimeError)]
+            try:
+                while not program._endpoint._waits:
+                    time.sleep(0.01)
+                post(base_url, api_key, **second)
+            except RuntimeError as error:
+                self.refused = str(error)
+            finally:
+                told.set()
             return 1.0
 
-    made = Two()
-    program = Program(made)
+    class First:
+        def rollout(self, base_url, api_key):
+            with ThreadPoolExecutor(2) as threads:
+                first = threads.submit(post, base_url, api_key, WHO)
+                value = threads.submit(made.rollout, base_url, api_key)
+                return value.result() * (first.result() == "me")
+
+    made, told = Two(), threading.Event()
+    program = Program(First())
     program.open(0, {})
+    assert told.wait(20)
     assert program.act("me") == Acted("", 1.0, True)
-    assert len(made.refused) == 1 and made.refused[0].startswith("400: ")
+    assert made.refused.startswith("400: another request waits for the policy")
 
 
 def test_a_client_that_tries_again_is_answered_in_the_place_of_its_first_request():
@@ -279,15 +292,17 @@ def test_token_ids_go_on_from_what_was_sampled():
     class ByIds:
         def rollout(self, base_url, api_key, start):
             first = generate(base_url, api_key, start, {"stop_token_ids": [9], "logprobs": 1}, cache_salt="a")
-            self.second = generate(base_url, api_key, [*start, *first["token_ids"], 3, 4])
+            second = generate(base_url, api_key, [*start, *first["token_ids"], 3, 4])
+            self.third = generate(base_url, api_key, [*start, *first["token_ids"], 3, 4, *second["token_ids"], 2])
             return first["logprobs"]["content"][1]["logprob"]
 
     made = ByIds()
     program = Program(made)
     assert program.open(0, {"start": IDS}) == Asked([], [], IDS, [9])
     assert program.act("me", False, [], SAID) == Acted("", 0.0, False, [3, 4])
+    assert program.act("we", False, [], SAID) == Acted("", 0.0, False, [2])
     assert program.act("you", True, [], ([1], [-2.0], "length")) == Acted("", -0.25, True)
-    assert made.second["token_ids"] == [1] and made.second["finish_reason"] == "length"
+    assert made.third["token_ids"] == [1] and made.third["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(
