@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infsample_rl.reward.environment_forms import accepted, acting, acts, begins
+from infsample_rl.reward.environment_forms import Acted, accepted, acting, acts, begins
 
 Kind = Enum("Kind", ["PLAYER_ACTION", "GAME_MESSAGE"])
 
@@ -44,7 +44,7 @@ class Solve:
 def test_textarenas_games_say_what_is_new():
     game = acting(Game(), lambda function, *given, **named: function(*given, **named))
     assert game.open(3, {}) == "1 player, seed 3"
-    assert game.act("one") == ("not one", 0.0, False) and game.act("end") == ("", 0.75, True)
+    assert game.act("one") == Acted("not one", 0.0, False) and game.act("end") == Acted("", 0.75, True)
     wrapped = acting(Game(wrapped=True), lambda function, *given, **named: function(*given, **named))
     assert wrapped.open(3, {}) == "[1 player, seed 3]" and wrapped.act("one").said == "[one][not one]"
 
@@ -52,7 +52,7 @@ def test_textarenas_games_say_what_is_new():
 def test_skyrls_environments_speak_in_messages():
     solve = acting(Solve(), lambda function, *given: function(*given))
     assert solve.open(3, {}) == "Begin."
-    assert solve.act("1") == ("Wrong.", 0.1, False) and solve.act("42").ended
+    assert solve.act("1") == Acted("Wrong.", 0.1, False) and solve.act("42").ended
 
 
 @pytest.mark.parametrize(
