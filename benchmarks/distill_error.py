@@ -9,7 +9,6 @@ place that has least of its own, and |gradient - whole gradient| / |whole gradie
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.learner.divergence import likely_kl
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
+from infsample_rl.observe.records import read_records
 
 KINDS = ("reverse", "forward")
 PARTS = ("prompt", "response")
@@ -67,8 +67,9 @@ def run(options: DistillErrorOptions) -> int:
     tokenizer = load_tokenizer(config.model)
     check_teacher(config, tokenizer)
     models = [load_model(config.model, path=path, dtype=torch.float32) for path in (options.policy, options.teacher)]
-    with open(options.completions) as lines:
-        texts = [json.loads(line) for line in islice(lines, options.samples)]
+    texts = list(islice(read_records(Path(options.completions)), options.samples))
+    if not texts or not all(set(PARTS) <= each.keys() for each in texts):
+        raise ValueError(f"completions={options.completions}: has no samples with prompt and response, as a run's has")
     found: dict[tuple[str, int], list[Tensor]] = defaultdict(list)  # by kind and k, of every sample
     for each in texts:
         prompt, response = (tokenizer(each[part], add_special_tokens=False)["input_ids"] for part in PARTS)

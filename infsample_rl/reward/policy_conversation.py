@@ -26,7 +26,7 @@ OF_TOKENS: dict[str, Any] = {
     **{"priority": 0, "stream": False},
 }
 OF_SAMPLING: dict[str, Any] = {
-    **{"stop_token_ids": None, "logprobs": None, "skip_special_tokens": None, "detokenize": None, "n": 1},
+    **{"stop_token_ids": None, "logprobs": 1, "skip_special_tokens": None, "detokenize": None, "n": 1},
 }
 
 

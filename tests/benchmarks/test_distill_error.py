@@ -28,13 +28,23 @@ def test_more_tokens_miss_less_and_all_of_them_nothing(kind):
 def test_the_command_reads_a_runs_completions(tiny_qwen3, tmp_path, capsys, monkeypatch):
     teacher = save_tiny_qwen3(tmp_path / "teacher", seed=1)
     path = tmp_path / "completions.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "What", "response": said}) + "\n" for said in ("a hat", "", "no")))
+    path.write_text(
+        "".join(json.dumps({"step": 1, "prompt": "What", "response": said}) + "\n" for said in ("a hat", "", "no"))
+    )
     given = [f"policy={tiny_qwen3}", f"teacher={teacher}", f"completions={path}", "ks=[2,264]", "threads=1"]
     monkeypatch.setattr("sys.argv", ["distill_error", *given])
     assert distill_error.main() == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [line[:2] for line in lines] == [[kind, k] for kind in ("reverse", "forward") for k in ("2", "264")]
     assert [line[3] for line in lines[1::2]] == ["1.0000", "1.0000"] and float(lines[0][3]) < 1
+
+
+@pytest.mark.parametrize("lines", ['{"step": 1, "prompt": "What"}\n', "What\n", ""])
+def test_lines_that_are_no_samples_are_one_line(refused, tiny_qwen3, tmp_path, lines):
+    path = tmp_path / "completions.jsonl"
+    path.write_text(lines)
+    given = [f"policy={tiny_qwen3}", f"teacher={tiny_qwen3}", f"completions={path}"]
+    assert "has no samples with prompt and response" in refused(distill_error.main, *given)
 
 
 @pytest.mark.parametrize(

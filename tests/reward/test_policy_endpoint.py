@@ -320,6 +320,10 @@ def test_token_ids_go_on_from_what_was_sampled():
             "sampling_params.max_tokens=4: how is sampled the run's settings say; leave it out",
         ),
         (
+            lambda url, key: generate(url, key, [*IDS, 8, 9, 3], {"logprobs": 5}),
+            "sampling_params.logprobs=5: how is sampled the run's settings say; leave it out",
+        ),
+        (
             lambda url, key: generate(url, key, [*IDS, 8, 9, 3], {"stop_token_ids": ["."]}),
             "sampling_params.stop_token_ids must be a list of token ids",
         ),
