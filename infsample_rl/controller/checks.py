@@ -88,7 +88,7 @@ def prepare(config: Config) -> Start:
 def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     checkpoint, damages = checkpoints.find_checkpoint(run_dir, config.run.resume)
     needs = _check_surroundings(config)
-    tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
+    architecture, tokenizer = load_model_config(config.model), load_tokenizer(config.model)
     check_full_attention(architecture)
     left_out = check_weights(config.model)
     check_teacher(config, tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import textwrap
 import threading
 import urllib.error
 import urllib.parse
@@ -49,7 +50,7 @@ def _answers(url: str) -> bool:
 
 def not_found(setting: str, path: str, what: str, error: Exception) -> str:
     """The line on a model, config or tokenizer that could not be loaded from `path`."""
-    reason = str(error).strip().split("\n")[0][:160]
+    reason = textwrap.shorten(str(error).strip().split("\n")[0], 160, placeholder=" ...")
     kind = (
         "folder"
         if Path(path).is_absolute() or os.path.isdir(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import configuration_utils
 
 import infsample_rl
 from infsample_rl.config.loading import load_config
@@ -51,6 +52,17 @@ def test_a_model_whose_files_lack_weights_is_refused_before_anything_starts_and_
     start = begin(tmp_path / "run", f"model.path={tmp_path / 'more'}")
     [warning] = [warning for warning in start.warnings if "are left out" in warning]
     assert warning.startswith("model.layers.3.input_layernorm.weight and 10 more of the model's files")
+
+
+def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(configuration_utils.logger, "warning", said.append)
+    folder = shutil.copytree(KK_TINY, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen9"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"model\.path=.*has model type `qwen9` but .* issue with \.\.\.\)$"):
+        begin(tmp_path / "run", f"model.path={folder}")
+    assert said == []
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
