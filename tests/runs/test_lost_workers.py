@@ -109,21 +109,20 @@ def hit(
     settings: list[str],
     folder: Path,
     places: list[tuple[str, str]],
-    numbers: int | list[int],
+    number: int,
     *changes: str,
     said: str = "",
 ) -> str:
     """Send a signal to a worker in a phase, once a step is done, at each of the places in turn, the next when the run
     has `said` that it went on; of a kind that was hit before, to a process that was not there then. What the run,
     which must end well, printed."""
-    numbers = numbers if isinstance(numbers, list) else [numbers] * len(places)
     run = folder / "run"
     target = chaos.Target(command(settings, run, *changes), run)
     printed = Path(target._log.name)
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
         old = set[int]()
-        for count, (place, number) in enumerate(zip(places, numbers, strict=True)):
+        for count, place in enumerate(places):
             wait_for(lambda count=count: len(re.findall(said, printed.read_text())) >= count, target)
             os.kill(wait_for(lambda place=place, old=old: first_in(target, *place, old), target), number)
             kind = place[0].split()[0]  # of a reference worker and its ranks
