@@ -140,4 +140,4 @@ lock:
 	mv requirements.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS) $(PEERS) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
