@@ -74,9 +74,10 @@ def run(options: DistillErrorOptions) -> int:
     for each in texts:
         prompt, response = (tokenizer(each[part], add_special_tokens=False)["input_ids"] for part in PARTS)
         if response:
-            logits = [logits_of(model, prompt, response) / options.temperature for model in models]
+            policy, of_teacher = (logits_of(model, prompt, response) / options.temperature for model in models)
+            teacher, ks = likeliest(of_teacher), [k for k in options.ks if k <= policy.shape[1]]
             for kind in KINDS:
-                for k, parts in measure(*logits, kind, [each for each in options.ks if each <= logits[0].shape[1]]):
+                for k, parts in measure(policy, teacher, kind, ks):
                     found[kind, k].append(parts)
     rows = [row_of(kind, k, torch.cat(parts, 1)) for (kind, k), parts in found.items()]
     print_table(rows, COLUMNS)
@@ -90,10 +91,16 @@ def logits_of(model: Any, prompt: list[int], response: list[int]) -> Tensor:
     return model(ids, logits_to_keep=len(response) + 1).logits[0, :-1].float()
 
 
-def measure(policy: Tensor, teacher: Tensor, kind: str, ks: list[int]) -> Iterable[tuple[int, Tensor]]:
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and token ids [T, V], the likeliest first."""
+    likely, ids = logits.double().log_softmax(-1).sort(descending=True)
+    return likely, ids
+
+
+def measure(policy: Tensor, teacher: tuple[Tensor, Tensor], kind: str, ks: list[int]) -> Iterable[tuple[int, Tensor]]:
     """For every k, [4, T]: the KL of k tokens and the whole, |gradient - whole gradient|^2 and |whole gradient|^2 with
-    respect to the policy's logits [T, V]."""
-    likely, ids = teacher.double().log_softmax(-1).sort(descending=True)
+    respect to the policy's logits [T, V]. `teacher`: its likeliest tokens."""
+    likely, ids = teacher
     whole = _kl_and_gradient(policy, likely, ids, kind)
     for k in ks:
         kl, gradient = _kl_and_gradient(policy, likely[:, :k], ids[:, :k], kind)

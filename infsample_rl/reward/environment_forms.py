@@ -143,7 +143,6 @@ class Program:
     def __init__(self, made: Any) -> None:
         self._made, self._endpoint = made, PolicyEndpoint()
         self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._so_far = 0  # tokens, of a program that asks by them
 
     def open(self, seed: int, columns: dict[str, Any]) -> Asked:
         """As Acting.open: its first request. ValueError for one that ends without any."""
@@ -154,7 +153,6 @@ class Program:
         if asked is None:
             self._reward()
             raise ValueError("rollout ended without a request to the policy")
-        self._so_far = len(asked.token_ids or [])
         return asked
 
     def act(
@@ -171,8 +169,7 @@ class Program:
         if asked is None:
             return Acted("", self._reward(), True)
         if asked.token_ids is not None:
-            before, self._so_far = self._so_far + len(sampled[0]), len(asked.token_ids)
-            return Acted("", 0.0, False, asked.token_ids[before:])
+            return Acted("", 0.0, False, asked.token_ids)
         said = [message["content"] for message in asked.messages[-max(1, len(calls)) :]]
         return Acted(said if calls else said[0], 0.0, False)
 

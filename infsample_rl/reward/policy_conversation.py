@@ -25,9 +25,7 @@ OF_TOKENS: dict[str, Any] = {
     **{"token_ids": None, "sampling_params": None, "model": None, "request_id": None, "cache_salt": None},
     **{"priority": 0, "stream": False},
 }
-OF_SAMPLING: dict[str, Any] = {
-    **{"stop_token_ids": None, "logprobs": 1, "skip_special_tokens": None, "detokenize": None, "n": 1},
-}
+OF_SAMPLING = {"stop_token_ids": None, "logprobs": 1, "skip_special_tokens": None, "detokenize": None, "n": 1}
 
 
 class Refused(Exception):
@@ -66,8 +64,8 @@ class Conversation(Protocol):
     def check(self, asked: Asked) -> None:
         """Refused where the trajectory cannot go on with it."""
 
-    def ask(self, asked: Asked) -> None:
-        """It goes on with it."""
+    def ask(self, asked: Asked) -> Asked:
+        """It goes on with it; of token ids only those that are new."""
 
     def answer(self, turn: PolicyTurn) -> dict[str, Any]:
         """It goes on with the policy's turn; the JSON that the program gets. Refused where it is not what was asked
@@ -116,9 +114,10 @@ class Chat:
         if not calls and [message["role"] for message in new] != ["user"]:
             raise Refused(f"messages must have one message of the user more than the {len(before)} so far and no other")
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: Asked) -> Asked:
         """As Conversation.ask."""
         self._messages, self._tools = list(asked.messages), asked.tools
+        return asked
 
     def answer(self, turn: PolicyTurn) -> dict[str, Any]:
         """As Conversation.answer."""
@@ -163,20 +162,22 @@ class Tokens:
                 "go on"
             )
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: Asked) -> Asked:
         """As Conversation.ask."""
-        self._token_ids, self._stops = list(asked.token_ids or []), asked.stops
+        new = (asked.token_ids or [])[len(self._token_ids) :]
+        self._token_ids, self._stops = [*self._token_ids, *new], asked.stops
+        return asked._replace(token_ids=new)
 
     def answer(self, turn: PolicyTurn) -> dict[str, Any]:
         """As Conversation.answer."""
+        prompt = len(self._token_ids)
+        self._token_ids += turn.token_ids  # also where it is refused: it was sampled
         passed = next((each for each in turn.token_ids[:-1] if each in self._stops), None)
         if passed is not None:
             raise Refused(
                 f"sampling_params.stop_token_ids has {passed}, behind which the policy went on: "
                 f"rollout.stop_token_ids=[{passed}] makes it a stop token of the run"
             )
-        prompt = len(self._token_ids)
-        self._token_ids += turn.token_ids
         names = [f"token_id:{each}" for each in turn.token_ids]
         logprobs = [
             {"token": name, "logprob": value, "bytes": list(name.encode()), "top_logprobs": []}

@@ -64,8 +64,7 @@ class PolicyEndpoint:
                 if not (is_retry and self._waits and asked == self._last):
                     self._check(path, asked)
                     self._path, self._last, self._waits = path, asked, True
-                    conversation.ask(asked)
-                    self.asked.put(asked)
+                    self.asked.put(conversation.ask(asked))
                 self._reply = reply
             found = reply.get()
             if isinstance(found, Refused):

@@ -353,6 +353,8 @@ def test_a_stop_token_of_the_program_that_is_none_of_the_runs_is_said():
         def rollout(self, base_url, api_key):
             with pytest.raises(RuntimeError, match=r"stop_token_ids has 8, behind .* rollout.stop_token_ids=\[8\]"):
                 generate(base_url, api_key, IDS, {"stop_token_ids": [8, 9]})
+            with pytest.raises(RuntimeError, match="token_ids must begin with the 5 so far"):
+                generate(base_url, api_key, [*IDS, 3])  # as if nothing had been sampled
             return 0.5
 
     program = Program(ByIds())
