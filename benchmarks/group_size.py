@@ -1,81 +1,110 @@
-"""Why a large G: how many groups carry a signal, and how good the gradient estimate is, for G from 8 to 256 on recorded
-samples.
+"""What a large G brings where rewards are rare: groups with a signal, the gradient's quality, and learning.
 
-python -m benchmarks.group_size recordings=[FILE,...] [gradients=GRAM.npz] [samples=1024] [json=true]
+python -m benchmarks.group_size recordings=[FILE,...]                       # groups with a signal, as recorded
+python scripts/build_kk_rare.py --out FOLDER
+python -m benchmarks.group_size rare=FOLDER [seeds=[0,1,2]] [out=FOLDER]    # all three, of a policy seldom right
 
-Recordings are files of scripts/record_completions.py with scores, of prompts drawn at random. For every file and G that
-all its prompts have samples for: the share of groups with right and wrong samples (in all others every advantage is 0)
-and what that makes of `samples` samples. With `gradients`, inner products of the first file's scores
-(tests/data/group_size/README.md): mean and variance of the gradient estimate, with std and mean_only advantages, at
-equal numbers of samples and of prompts.
-
-Everything is an average over all ways to draw a group, without replacement, from a prompt's recorded samples, worked
-out exactly: an unbiased estimate of what fresh samples of the policy would give (a U-statistic, Hoeffding 1948). With
-rewards 0 and 1 a group with k right samples of G has the gradient g = w(k) (mean right score - mean wrong score), where
-a score is the gradient of one response's mean log-probability (objective grpo, on policy, ratio 1) and w(k) = k / G x
-the advantage of a right sample.
+Recordings are files of scripts/record_completions.py with scores. A group has a signal when it holds right and wrong
+samples: in all others every advantage is 0. The gradient's quality is that of an update of `samples` samples, in as
+many prompts as their groups fill, beside the true gradient (group_moments.py), by samples of the untrained policy.
+Learning is the real command with `samples` samples a step, by learning_runs.py: every G at a learning rate of its own.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from benchmarks import learning_runs
+from benchmarks.group_moments import KINDS, Floats, Prompt, Quality, quality, signal_share
 from benchmarks.intervals import bootstrap
+from benchmarks.learning_runs import Record, Run, Study, last_accuracy, measured, over_seconds, row_of, train_by_command
+from benchmarks.process import end_with_terminate
 from infsample_rl.commands.schedule_workload import names_of
+from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, print_table, run_with_options
-from infsample_rl.learner.advantage import group_advantages
+from infsample_rl.config.loading import load_config
+from infsample_rl.data.prompts import build_train_prompts
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.tokenizer import load_tokenizer
+from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
+from infsample_rl.types import Completion
 
-KINDS = ("std", "mean_only")
+COLOURS = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+FILES = {"tuning": "tuning.jsonl", "held_out": "test.jsonl"}  # what a run is evaluated on
+SIGNAL = {"what": "samples of", "G": "G", "prompts": "prompts", "right": "right", "share": "groups with signal"}
+GRADIENT = {"advantage": "advantage", "G": "G", "signal": "signal / noise", "cosine": "cosine", "direction": "of many"}
 
 
 @dataclass(kw_only=True)
 class GroupSizeOptions:
-    """Arguments of this command."""
+    """Arguments of benchmarks.group_size."""
 
     recordings: list[str] = option([], "files of recorded completions with scores of 0 and 1")
-    gradients: str | None = option(
-        None, "an .npz file of inner products of the first recording's gradients; none: shares only"
-    )
+    rare: str | None = option(None, "folder of scripts/build_kk_rare.py")
     group_sizes: list[int] = option(
-        [8, 16, 32, 64, 128, 256], "every G; of a file those that all its prompts have samples for", low=2
+        [8, 32, 128], "every G; of a file those that all its prompts have samples for", low=2
     )
-    samples: int = option(1024, "N, samples of an update: N / G prompts", low=2)
-    prompts: int = option(4, "prompts of an update where their number is equal", low=1)
-    json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
+    samples: int = option(128, "samples of an update; every G divides it", low=2)
+    prompts: int = option(200, "prompts whose gradients are looked at", low=3)
+    prompt_samples: int = option(256, "samples of each of them", low=2)
+    wrong: int = option(8, "of each prompt's wrong samples, those that a gradient is computed of", low=2)
+    seeds: list[int] = option([0, 1, 2], "runs of every G, at its learning rate; none: nothing is trained", low=0)
+    lrs: list[float] = option([1.5e-4, 3e-4, 6e-4], "learning rates that every G tries", above=0)
+    steps: int = option(16, "updates of a run", low=1)
+    eval_every: int = option(2, "steps between evaluations", low=1)
+    eval_samples: int = option(1, "samples of every held-out problem", low=1)
+    timeout_s: float = option(3600.0, "seconds a run may take", low=1)
+    out: str = option("bench_out/group_size", "folder of the runs and of the figure")
 
     def __post_init__(self) -> None:
-        if not self.recordings:
-            raise ValueError("recordings is empty: give recordings=FILE.jsonl")
+        if not self.recordings and self.rare is None:
+            raise ValueError("give recordings=[FILE.jsonl,...] or rare=FOLDER")
+        if self.rare is None:
+            return
+        if missing := [
+            name for name in ("policy", "train.jsonl", *FILES.values()) if not Path(self.rare, name).exists()
+        ]:
+            raise ValueError(f"rare={self.rare} has no {missing[0]}: give a folder of scripts/build_kk_rare.py")
+        for size in self.group_sizes:
+            if self.samples % size or size > self.prompt_samples:
+                raise ValueError(
+                    f"group_sizes: {size} must divide samples={self.samples} and be at most "
+                    f"prompt_samples={self.prompt_samples}"
+                )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """One prompt's recorded samples: how many are right, and inner products of their scores; 0 where there are too few
-    to say."""
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and report; 1 when a run failed, 2 for files or settings that cannot be used."""
+    end_with_terminate()
+    return run_with_options(run, GroupSizeOptions, arguments, usage=__doc__)
 
-    samples: int
-    right: int
-    right_norm: float = 0.0  # mean |s|^2 over right samples
-    right_pair: float = 0.0  # mean <s, s'> over pairs of different right samples
-    cross: float = 0.0  # mean <s, s'> of a right and a wrong one
-    wrong_norm: float = 0.0
-    wrong_pair: float = 0.0
 
-    @property
-    def squared_difference(self) -> float:
-        """|expected right score - expected wrong score|^2, unbiased and so sometimes below 0; 0 with fewer than two
-        right ones."""
-        return self.right_pair - 2 * self.cross + self.wrong_pair if self.right >= 2 else 0.0
+def run(options: GroupSizeOptions) -> int:
+    """As main()."""
+    paths = [Path(name) for name in options.recordings]
+    rows = []
+    for path, name in zip(paths, names_of(paths), strict=True):
+        rows += signal_rows(name, [count_right(each, name) for each in read_recordings(path)], options.group_sizes)
+    prompts, products = ([], np.zeros((0, 0))) if options.rare is None else measure_policy(options)
+    print_table(rows + signal_rows("rare", prompts, options.group_sizes), SIGNAL)
+    if options.rare is None:
+        return 0
+    print_table(list(gradient_rows(prompts, products, options)), GRADIENT)
+    return learn(options) if options.seeds else 0
+
+
+# ----------------------------------------------------------------------------------------------- groups with a signal
 
 
 def count_right(recording: Recording, place: str) -> Prompt:
@@ -87,211 +116,144 @@ def count_right(recording: Recording, place: str) -> Prompt:
     return Prompt(samples=len(scores), right=int(sum(scores)))
 
 
-def right_counts(samples: int, right: int, group_size: int) -> np.ndarray:
-    """[G + 1] probabilities of k right ones among `group_size` of `samples`, `right` of which are right
-    (hypergeometric)."""
-    ways = math.comb(samples, group_size)
-    counts = range(group_size + 1)
-    return np.array([math.comb(right, k) * math.comb(samples - right, group_size - k) / ways for k in counts])
+def signal_rows(name: str, prompts: Sequence[Prompt], sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """A row for every G that all prompts have samples for."""
+    fewest = min((prompt.samples for prompt in prompts), default=0)
+    rows = []
+    for size in sizes:
+        if size <= fewest:
+            shares = [signal_share(prompt.samples, prompt.right, size) for prompt in prompts]
+            right = sum(prompt.right for prompt in prompts) / sum(prompt.samples for prompt in prompts)
+            share = "{value:.3f} [{low:.3f}, {high:.3f}]".format(**asdict(bootstrap(shares, [1] * len(shares))))
+            rows.append({"what": name, "G": size, "prompts": len(prompts), "right": f"{right:.4f}", "share": share})
+    return rows
 
 
-def signal_share(samples: int, right: int, group_size: int) -> float:
-    """Probability that a group holds right and wrong samples."""
-    return float(right_counts(samples, right, group_size)[1:-1].sum())
+# -------------------------------------------------------------------------------------------------- gradient's quality
 
 
-@functools.cache
-def right_weights(group_size: int, kind: str) -> np.ndarray:
-    """[G + 1] w(k), by objective.advantage `kind`."""
-    weights = np.zeros(group_size + 1)
-    for k in range(1, group_size):
-        weights[k] = k / group_size * group_advantages([1.0] * k + [0.0] * (group_size - k), kind)[0]
-    return weights
-
-
-def mean_weight(prompt: Prompt, group_size: int, kind: str) -> float:
-    """v with E g = v x (expected right score - expected wrong score)."""
-    return float(right_counts(prompt.samples, prompt.right, group_size) @ right_weights(group_size, kind))
-
-
-def second_moment(prompt: Prompt, group_size: int, kind: str) -> float:
-    """E |g|^2 of one group of this prompt."""
-    chances, weights = right_counts(prompt.samples, prompt.right, group_size), right_weights(group_size, kind)
-    k = np.arange(1, group_size)
-    right = (prompt.right_norm + (k - 1) * prompt.right_pair) / k
-    wrong = (prompt.wrong_norm + (group_size - k - 1) * prompt.wrong_pair) / (group_size - k)
-    return float(np.sum(chances[1:-1] * weights[1:-1] ** 2 * (right - 2 * prompt.cross + wrong)))
-
-
-def squared_mean(prompt: Prompt, group_size: int, kind: str) -> float:
-    """|E g|^2 of this prompt: the mean inner product of two groups without a common sample.
-
-    Where the samples are fewer than 2 G there are no two such groups, and v^2 takes the place of their mean product of
-    weights (too large by v's variance).
-    """
-    if 2 * group_size > prompt.samples:
-        return mean_weight(prompt, group_size, kind) ** 2 * prompt.squared_difference
-    chances, weights = right_counts(prompt.samples, prompt.right, group_size), right_weights(group_size, kind)
-    product = 0.0
-    for k in range(1, min(prompt.right, group_size) + 1):
-        others = right_counts(prompt.samples - group_size, prompt.right - k, group_size)
-        product += chances[k] * weights[k] * float(others @ weights)
-    return product * prompt.squared_difference
-
-
-def signal_records(name: str, prompts: Sequence[Prompt], options: GroupSizeOptions) -> list[dict[str, Any]]:
-    """One record for every G that all prompts of the file have samples for."""
-    records = []
-    for size in _sizes(prompts, options):
-        shares = [signal_share(prompt.samples, prompt.right, size) for prompt in prompts]
-        share = bootstrap(shares, [1] * len(shares))
-        records.append(
-            {
-                "what": "signal",
-                "recording": name,
-                "group_size": size,
-                "prompts": len(prompts),
-                "right": sum(prompt.right for prompt in prompts) / sum(prompt.samples for prompt in prompts),
-                "signal_share": asdict(share),
-                "groups_with_signal": options.samples / size * share.value,
-            }
-        )
-    return records
-
-
-def _sizes(prompts: Sequence[Prompt], options: GroupSizeOptions) -> list[int]:
-    fewest = min(prompt.samples for prompt in prompts)
-    return [size for size in options.group_sizes if size <= fewest]
-
-
-def gradient_records(name: str, prompts: Sequence[Prompt], options: GroupSizeOptions) -> list[dict[str, Any]]:
-    """One record for every kind of advantages and G; errors are the jackknife's over prompts (Quenouille, Tukey)."""
-    records = []
-    for kind in KINDS:
-        for size in _sizes(prompts, options):
-            moments = np.array(
-                [
-                    [function(prompt, size, kind) for function in (mean_weight, squared_mean, second_moment)]
-                    for prompt in prompts
-                ]
-            )
-            settings = (options.samples / size, options.prompts)
-            here = estimate(moments, *settings)
-            without = [estimate(np.delete(moments, place, 0), *settings) for place in range(len(prompts))]
-            record = {"what": "gradient", "recording": name, "advantage": kind, "group_size": size}
-            record |= {"prompts": len(prompts)} | here
-            for key in here:
-                values = np.array([each[key] for each in without])
-                record[f"{key}_error"] = float(np.sqrt((len(values) - 1) * values.var()))
-            records.append(record)
-    return records
-
-
-def estimate(moments: np.ndarray, groups: float, equal_prompts: int) -> dict[str, float]:
-    """What is reported of one G from [P, 3] mean weights, squared means and second moments of prompts drawn at random.
-
-    weight: mean v. within: variance of an update of `groups` groups within prompts. gain: |mean|^2 / variance within
-    prompts, per unit of what two prompts have in common, which is the same for every G: it compares G where the common
-    part is not known.
-    """
-    weight, of_means, of_groups = moments.mean(0)
-    within = of_groups - of_means
-    found = {
-        "weight": weight,
-        "within": within / groups,
-        "gain_equal_samples": groups * weight**2 / within if within > 0 else 0.0,
-        "gain_equal_prompts": equal_prompts * weight**2 / within if within > 0 else 0.0,
-    }
-    return {name: float(value) for name, value in found.items()}
-
-
-def load_gradients(path: str, counted: Sequence[Prompt]) -> list[Prompt]:
-    """Every prompt with its inner products; those without gradients have no signal. ValueError where a prompt with
-    right and wrong samples has none, or the file names a prompt that is not there."""
-    with np.load(path) as found:
-        gram, place, right = found["gram"].astype(np.float64), found["place"], found["right"]
-    missing = [index for index, each in enumerate(counted) if 0 < each.right < each.samples and index not in place]
-    if missing or len(counted) < 2 or place.max(initial=0) >= len(counted):
-        count = len(counted)
-        raise ValueError(f"gradients={path} has none of prompts {missing}, or is not of the {count} of the recordings")
-    prompts = []
-    for index, prompt in enumerate(counted):
-        good, bad = (np.flatnonzero((place == index) & (right == kind)) for kind in (True, False))
-        if not len(good) or not len(bad):
-            prompts.append(prompt)
+def measure_policy(options: GroupSizeOptions) -> tuple[list[Prompt], Floats]:
+    """Every prompt's moments, and the inner products of their differences (group_moments.quality)."""
+    config = load_config(
+        [*shared_arguments(options), "data.prompts_per_step=1", f"rollout.group_size={options.prompt_samples}"]
+        + ["rollout.slots=32", "rollout.prompts_at_once=1"]
+    )
+    tokenizer, model = load_tokenizer(config.model), load_model(config.model)
+    stream = build_train_prompts(config, tokenizer, None)
+    engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
+    rewards, draw = RewardWorker(config), np.random.default_rng(0)
+    prompts, differences = list[Prompt](), list[Floats]()
+    for number in range(options.prompts):
+        (asked,) = stream.next_batch()
+        (group,) = engine.generate([asked.token_ids.tolist()], config.run.seed, step=number)
+        (scored,) = rewards.score([(asked, group)])
+        right = [each for each, reward in zip(group, scored.rewards, strict=True) if reward == 1]
+        wrong = [each for each, reward in zip(group, scored.rewards, strict=True) if reward == 0]
+        if not right or not wrong:
+            prompts.append(Prompt(samples=len(group), right=len(right)))
+            differences.append(np.zeros(0))
             continue
-        (right_norm, right_pair), (wrong_norm, wrong_pair) = (
-            _norm_and_pair(gram[np.ix_(at, at)]) for at in (good, bad)
+        some = draw.permutation(len(wrong))[: options.wrong]
+        chosen = [*right, *(wrong[index] for index in some)]
+        scores = torch.stack([score_of(model, asked.token_ids, each, config) for each in chosen]).double().numpy()
+        prompts.append(Prompt.of(len(group), len(right), scores))
+        differences.append(scores[: len(right)].mean(0) - scores[len(right) :].mean(0))
+    rewards.close()
+    width = max(map(len, differences))
+    whole = np.stack([each if len(each) else np.zeros(width) for each in differences])
+    return prompts, whole @ whole.T
+
+
+def score_of(model: Any, prompt_ids: np.ndarray, completion: Completion, config: Config) -> Tensor:
+    """[D] the gradient of a response's mean log-probability with respect to all parameters."""
+    ids = torch.tensor([[*prompt_ids.tolist(), *completion.token_ids.tolist()]])
+    count = len(completion.token_ids)
+    logits = model(ids, logits_to_keep=count + 1).logits[0, :-1].float() / config.rollout.temperature
+    said = logits.log_softmax(-1).gather(-1, ids[0, -count:, None]).mean()
+    gradients = torch.autograd.grad(said, list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def gradient_rows(prompts: Sequence[Prompt], products: Floats, options: GroupSizeOptions) -> Iterable[dict[str, Any]]:
+    """A row for every kind of advantages and G; errors are the jackknife's over prompts (Quenouille, Tukey)."""
+    for kind in KINDS:
+        for size in options.group_sizes:
+            here = quality(prompts, products, size, kind, options.samples)
+            left_out = [
+                quality([*prompts[:at], *prompts[at + 1 :]], without(products, at), size, kind, options.samples)
+                for at in range(len(prompts))
+            ]
+            row = {"advantage": kind, "G": size}
+            for field in fields(Quality):
+                values = np.array([getattr(each, field.name) for each in left_out])
+                error = float(np.sqrt((len(values) - 1) * values.var()))
+                row[field.name] = f"{getattr(here, field.name):.3g} +- {error:.2g}"
+            yield row
+
+
+def without(products: Floats, at: int) -> Floats:
+    """A square less a row and its column."""
+    return np.delete(np.delete(products, at, 0), at, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ learning
+
+
+def shared_arguments(options: GroupSizeOptions) -> list[str]:
+    """The command line of every G."""
+    folder = Path(options.rare or "").resolve()
+    return ["+experiment=kk_tiny", f"model.path={folder / 'policy'}", f"data.source={folder / 'train.jsonl'}"]
+
+
+def learn(options: GroupSizeOptions) -> int:
+    """Train what is missing in the folder, and show all; 1 when a run failed."""
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    rare, sides = Path(options.rare or "").resolve(), {f"G={size}": size for size in options.group_sizes}
+
+    def train(run: Run) -> Record:
+        size = sides[run.side]
+        arguments = [
+            *(
+                *shared_arguments(options),
+                f"data.eval_source={Path(options.rare or '').resolve() / FILES[run.held_out]}",
+            ),
+            *(f"data.prompts_per_step={options.samples // size}", f"rollout.group_size={size}", f"run.seed={run.seed}"),
+            *(f"learner.lr={run.lr}", "learner.lr_schedule=constant", f"run.steps={options.steps}"),
+            *(f"run.eval_every={options.eval_every}", f"run.eval_samples={options.eval_samples}"),
+            *("run.eval_prompts=200", "logging.wandb=disabled"),
+        ]
+        return train_by_command(arguments, folder / "runs" / run.name, options.timeout_s)
+
+    names = ("samples", "steps", "eval_every", "eval_samples")
+    settings = {name: getattr(options, name) for name in names} | {"rare": str(rare)}
+    found, whole = Study(folder=folder, settings=settings, train=train).run(list(sides), options.lrs, options.seeds)
+    print_table([row_of(record) for record in found], learning_runs.COLUMNS)
+    for line in compare(measured(found), list(sides)):
+        print(line)
+    colours = dict(zip(sides, COLOURS, strict=False))
+    print(f"figure: {learning_runs.draw(measured(found), colours, folder / 'group_size.png')}")
+    return int(not whole)
+
+
+def compare(records: Sequence[Record], sides: Sequence[str]) -> Iterable[str]:
+    """Each G's last accuracy, its mean over all evaluations, and what it has when the G that ends first has ended."""
+    ended = [side for side in sides if any(record["side"] == side for record in records)]
+    seconds = {side: mean(sum(record["seconds"]) for record in records if record["side"] == side) for side in ended}
+    shortest = min(seconds.values(), default=0.0)
+    for side in ended:
+        own = [record for record in records if record["side"] == side]
+        whole = [mean(accuracy for _, accuracy in record["held_out"]) for record in own]
+        then = [[accuracy for after, accuracy in over_seconds(record) if after <= shortest][-1] for record in own]
+        yield (
+            f"{last_accuracy(records, side)}; over all evaluations {span(whole)}; {seconds[side]:.0f} s, "
+            f"after {shortest:.0f} s {span(then)}"
         )
-        products = {"right_norm": right_norm, "right_pair": right_pair, "cross": float(gram[np.ix_(good, bad)].mean())}
-        products |= {"wrong_norm": wrong_norm, "wrong_pair": wrong_pair}
-        prompts.append(Prompt(samples=prompt.samples, right=prompt.right, **products))
-    return prompts
 
 
-def _norm_and_pair(gram: np.ndarray) -> tuple[float, float]:
-    """Mean of the diagonal and of the rest."""
-    count, diagonal = len(gram), float(np.trace(gram))
-    return diagonal / count, (float(gram.sum()) - diagonal) / max(1, count * (count - 1))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure and report; 2 for files or settings that cannot be used."""
-    return run_with_options(run, GroupSizeOptions, arguments, usage=__doc__)
-
-
-def run(options: GroupSizeOptions) -> int:
-    """As main()."""
-    records = measure(options)
-    for record in records if options.json else []:
-        print(json.dumps(record), flush=True)
-    for what, columns in {} if options.json else COLUMNS.items():
-        rows = [record for record in records if record["what"] == what]
-        if rows:
-            print_table([{name: _text(record, name) for name in columns} for record in rows], columns)
-            print()
-    return 0
-
-
-def measure(options: GroupSizeOptions) -> list[dict[str, Any]]:
-    """Every record."""
-    paths = [Path(name) for name in options.recordings]
-    read = {name: read_recordings(path) for path, name in zip(paths, names_of(paths), strict=True)}
-    counted = {name: [count_right(recording, name) for recording in recordings] for name, recordings in read.items()}
-    records = [record for name, prompts in counted.items() for record in signal_records(name, prompts, options)]
-    if options.gradients is not None:
-        first = next(iter(counted))
-        records += gradient_records(first, load_gradients(options.gradients, counted[first]), options)
-    return records
-
-
-COLUMNS = {
-    "signal": {
-        "recording": "recording",
-        "group_size": "G",
-        "prompts": "prompts",
-        "right": "right",
-        "signal_share": "groups with signal",
-        "groups_with_signal": "of N / G groups",
-    },
-    "gradient": {
-        "advantage": "advantage",
-        "group_size": "G",
-        "weight": "weight",
-        "within": "within / M",
-        "gain_equal_samples": "gain, N samples",
-        "gain_equal_prompts": "gain, equal prompts",
-    },
-}
-
-
-def _text(record: dict[str, Any], name: str) -> str:
-    value = record[name]
-    if name == "signal_share":
-        return "{value:.3f} [{low:.3f}, {high:.3f}]".format(**value)
-    if f"{name}_error" in record:
-        return f"{value:.3g} +- {record[f'{name}_error']:.2g}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def span(values: Sequence[float]) -> str:
+    """Mean and range."""
+    return f"{mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`bench.group_size`: its moments against every possible draw, and what it finds in the recordings."""
+"""`benchmarks.group_size`: its moments against every possible draw, and what it finds in recordings and in runs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,20 @@ import numpy as np
 import pytest
 
 from benchmarks import group_size
-from benchmarks.group_size import (
-    GroupSizeOptions,
+from benchmarks.group_moments import (
     Prompt,
-    load_gradients,
     mean_weight,
+    quality,
     right_counts,
     right_weights,
     second_moment,
     signal_share,
-    squared_mean,
+    true_weight,
 )
 from infsample_rl.learner.advantage import group_advantages
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
-
-
-def prompt_of(scores: np.ndarray, right: int) -> Prompt:
-    """Of samples whose first `right` are right; scores [n, D]."""
-    gram = scores @ scores.T
-
-    def pairs(block):
-        return (block.sum() - np.trace(block)) / (len(block) * (len(block) - 1)) if len(block) > 1 else 0.0
-
-    good, bad = gram[:right, :right], gram[right:, right:]
-    products = {"right_norm": np.trace(good) / right, "right_pair": pairs(good), "cross": gram[:right, right:].mean()}
-    products |= {"wrong_norm": np.trace(bad) / len(bad), "wrong_pair": pairs(bad)}
-    return Prompt(samples=len(scores), right=right, **products)
 
 
 def gradient_of(scores: np.ndarray, right: int, group: tuple[int, ...], kind: str) -> np.ndarray:
@@ -64,13 +50,39 @@ def test_weights_are_k_over_G_times_the_learners_advantage():
 @pytest.mark.parametrize(("samples", "right", "size"), [(7, 3, 3), (8, 2, 4), (6, 5, 2), (7, 1, 3), (8, 4, 4)])
 def test_moments_are_the_means_over_all_draws_without_replacement(kind, samples, right, size):
     scores = np.random.default_rng(samples).normal(size=(samples, 3))
-    prompt = prompt_of(scores, right)
+    prompt = Prompt.of(samples, right, scores)
     found = {group: gradient_of(scores, right, group, kind) for group in itertools.combinations(range(samples), size)}
-    disjoint = [float(found[a] @ found[b]) for a in found for b in found if not set(a) & set(b)]
     assert second_moment(prompt, size, kind) == pytest.approx(np.mean([g @ g for g in found.values()]))
-    assert squared_mean(prompt, size, kind) == pytest.approx(np.mean(disjoint), abs=1e-12)
     difference = scores[:right].mean(0) - scores[right:].mean(0)
     assert mean_weight(prompt, size, kind) * difference == pytest.approx(np.mean(list(found.values()), 0))
+
+
+@pytest.mark.parametrize("kind", ["std", "mean_only"])
+def test_the_quality_of_an_update_is_that_of_every_pair_of_draws(kind):
+    """Of prompts that are all alike, so that two of them are any two of endlessly many."""
+    scores = np.random.default_rng(1).normal(size=(6, 4))
+    prompt, difference = Prompt.of(6, 2, scores), scores[:2].mean(0) - scores[2:].mean(0)
+    one = [gradient_of(scores, 2, group, kind) for group in itertools.combinations(range(6), 3)]
+    updates = np.array([(first + second) / 2 for first in one for second in one])
+    length = np.sqrt(np.mean(np.sum(updates**2, 1)))
+    found = quality([prompt] * 3, np.full((3, 3), difference @ difference), 3, kind, samples=6)
+    mean = updates.mean(0)
+    assert found.signal == pytest.approx(mean @ mean / (length**2 - mean @ mean))
+    assert found.cosine == pytest.approx(mean @ difference / length / np.linalg.norm(difference))
+    assert found.direction == pytest.approx(1)
+
+
+def test_the_true_gradient_is_that_of_large_groups_and_weighs_prompts_as_they_do():
+    scores = np.eye(3)
+    prompts = [Prompt.of(64, right, scores[:2]) if right == 1 else Prompt(samples=64, right=right) for right in (1, 0)]
+    assert true_weight(prompts[0]) == pytest.approx(1 / 64) and true_weight(prompts[1]) == 0
+    assert true_weight(Prompt(samples=1000, right=500)) == pytest.approx(
+        mean_weight(Prompt(samples=1000, right=500), 1000, "mean_only"), rel=2e-3
+    )
+    seldom, often = Prompt(samples=64, right=4), Prompt(samples=64, right=32)
+    apart = np.array([[1.0, 0.2], [0.2, 1.0]])  # the mean weighs them otherwise than std does
+    of_std, of_mean = (quality([seldom, often], apart, 8, kind, samples=8).direction for kind in ("std", "mean_only"))
+    assert of_mean == pytest.approx(1) and of_std != pytest.approx(1, abs=1e-3)
 
 
 @pytest.fixture
@@ -86,61 +98,102 @@ def recorded(tmp_path) -> Path:
     return path
 
 
-def test_every_size_that_was_recorded_is_reported(recorded, tmp_path, capsys):
-    scores = np.random.default_rng(0).normal(size=(12, 3))  # of the samples of the first two prompts
-    right = [True] * 2 + [False] * 4 + [True] + [False] * 5
-    np.savez(tmp_path / "gram.npz", gram=scores @ scores.T, place=np.array([0] * 6 + [1] * 6), right=np.array(right))
-    sizes = ["group_sizes=[2,3,6,8]", "samples=12", "prompts=2"]
-    given = [f"recordings=[{recorded}]", f"gradients={tmp_path / 'gram.npz'}", *sizes]
-    assert group_size.main([*given, "json=true"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(record["what"], record.get("advantage"), record["group_size"]) for record in records] == [
-        (what, kind, size)
-        for what, kind in (("signal", None), ("gradient", "std"), ("gradient", "mean_only"))
-        for size in (2, 3, 6)
+def test_every_size_that_was_recorded_is_reported(recorded, capsys):
+    assert group_size.main([f"recordings=[{recorded}]", "group_sizes=[2,3,6,8]"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[1:4] for row in rows] == [[str(size), "3", "0.1667"] for size in (2, 3, 6)]
+    assert rows[-1][4] == "0.667"  # two of three prompts have a right sample
+
+
+def test_recordings_give_what_the_docs_say(capsys):
+    """docs/results/group_size.md."""
+    files = [f"{DATA}/lengths/smollm2_135m_gsm8k_T0.8_{name}" for name in ("n32.jsonl.gz", "n8.jsonl")]
+    assert group_size.main([f"recordings=[{','.join(files)}]"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(row[1], row[2], row[4][:4]) for row in rows] == [
+        ("8", "34", "0.05"),
+        ("32", "34", "0.11"),
+        ("8", "128", "0.10"),
     ]
-    whole = records[2]
-    assert whole["signal_share"]["value"] == pytest.approx(2 / 3)  # two of three prompts have a right sample
-    assert whole["groups_with_signal"] == pytest.approx(4 / 3) and whole["right"] == pytest.approx(3 / 18)
-    for record in records[3:]:  # the mean of samples x weight^2 per variance, whichever way the update is counted
-        equal = record["gain_equal_samples"] * 2 / (12 / record["group_size"])
-        assert record["gain_equal_prompts"] == pytest.approx(equal)
-    counted = [Prompt(samples=6, right=count) for count in (2, 1, 0)]
-    found = load_gradients(str(tmp_path / "gram.npz"), counted)
-    assert second_moment(found[0], 3, "std") == pytest.approx(second_moment(prompt_of(scores[:6], 2), 3, "std"))
-    assert found[2] == counted[2]
-    assert group_size.main(given) == 0
-    assert "groups with signal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("recording", "shares", "variances", "gains"),
-    [("n32", [0.056, 0.118], (2.56, 1.12), (0.87, 1.10)), ("n256", [0.115, 0.325], (2.99, 1.13), (1.11, 1.08))],
+    ("change", "message"),
+    [({"scores": [0.5] * 6}, "scores of 0 and 1, got [0.5]"), ({"scores": None}, "scores of 0 and 1, got []")],
 )
-def test_the_recorded_policy_gives_what_the_docs_say(recording, shares, variances, gains):
-    """docs/group_size.md, from the recordings in tests/data."""
-    stem = str(DATA / "group_size" / f"smollm2_135m_gsm8k_T0.8_{recording}")
-    options = GroupSizeOptions(recordings=[f"{stem}.jsonl.gz"], gradients=f"{stem}.npz", group_sizes=[8, 32])
-    records = group_size.measure(options)
-    assert [round(record["signal_share"]["value"], 3) for record in records[:2]] == shares
-    for (small, large), variance, gain in zip((records[2:4], records[4:6]), variances, gains, strict=True):
-        assert large["within"] / small["within"] == pytest.approx(variance, abs=0.01)
-        assert large["gain_equal_samples"] / small["gain_equal_samples"] == pytest.approx(gain, abs=0.01)
+def test_bad_recordings_are_one_line_and_status_2(recorded, tmp_path, refused, change, message):
+    (tmp_path / "bad.jsonl").write_text(json.dumps(json.loads(recorded.read_text().splitlines()[0]) | change) + "\n")
+    assert message in refused(group_size.main, f"recordings=[{tmp_path / 'bad.jsonl'}]")
+
+
+@pytest.fixture
+def rare(tmp_path) -> Path:
+    """A folder as scripts/build_kk_rare.py writes one, of the default experiment's policy."""
+    asset = ROOT / "infsample_rl" / "assets" / "kk_tiny"
+    (tmp_path / "policy").symlink_to(asset / "policy")
+    for name, source in (("train", "train"), ("tuning", "test"), ("test", "test")):
+        (tmp_path / f"{name}.jsonl").write_text("".join((asset / f"{source}.jsonl").open().readlines()[:8]))
+    return tmp_path
+
+
+SMALL = ("group_sizes=[2,4]", "samples=4", "prompts=4", "prompt_samples=8", "wrong=2")
+
+
+def test_a_policy_is_measured_without_training_it(rare, capsys):
+    assert group_size.main([f"rare={rare}", "seeds=[]", *SMALL]) == 0
+    signal, gradient = capsys.readouterr().out.split("advantage")
+    assert [line.split()[:3] for line in signal.splitlines()[1:]] == [["rare", str(size), "4"] for size in (2, 4)]
+    rows = [line.split() for line in gradient.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [[kind, str(size)] for kind in ("std", "mean_only") for size in (2, 4)]
+    assert all(0 < float(row[5]) < 1 for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("change", "arguments", "message"),
+    ("arguments", "message"),
     [
-        ({"scores": [0.5] * 6}, [], "scores of 0 and 1, got [0.5]"),
-        ({"scores": None}, [], "scores of 0 and 1, got []"),
-        ({}, ["gradients={npz}"], "has none of prompts [0], or is not of the 1 of the recordings"),
+        ((), "give recordings=[FILE.jsonl,...] or rare=FOLDER"),
+        (("rare=/no/such",), "rare=/no/such has no policy"),
+        (("rare={rare}", "group_sizes=[3]"), "group_sizes: 3 must divide samples=128"),
+        (("rare={rare}", "prompt_samples=16"), "32 must divide samples=128 and be at most prompt_samples=16"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(recorded, tmp_path, refused, change, arguments, message):
-    (tmp_path / "bad.jsonl").write_text(json.dumps(json.loads(recorded.read_text().splitlines()[0]) | change) + "\n")
-    np.savez(tmp_path / "other.npz", gram=np.eye(1), place=np.array([3]), right=np.array([True]))
-    given = [argument.format(npz=tmp_path / "other.npz") for argument in arguments]
-    assert message in refused(group_size.main, f"recordings=[{tmp_path / 'bad.jsonl'}]", *given)
+def test_bad_arguments_are_one_line_and_status_2(rare, refused, arguments, message):
+    assert message in refused(group_size.main, *(each.format(rare=rare) for each in arguments))
+
+
+def test_group_sizes_are_compared_when_the_first_has_ended():
+    def record(size, held_out, second):
+        return {"side": f"G={size}", "lr": 1e-4, "seed": 0, "held_out": held_out, "seconds": [second] * 2}
+
+    records = [record(8, [[0, 0.1], [1, 0.3], [2, 0.5]], 20.0), record(32, [[0, 0.1], [1, 0.2], [2, 0.6]], 10.0)]
+    assert list(group_size.compare(records, ["G=8", "G=32", "G=128"])) == [
+        "G=8: last 0.500 [0.500, 0.500] over 1 seeds; over all evaluations 0.300 [0.300, 0.300]; 40 s, "
+        "after 20 s 0.300 [0.300, 0.300]",
+        "G=32: last 0.600 [0.600, 0.600] over 1 seeds; over all evaluations 0.300 [0.300, 0.300]; 20 s, "
+        "after 20 s 0.600 [0.600, 0.600]",
+    ]
+
+
+@pytest.mark.slow  # a policy, and whole runs
+def test_every_group_size_trains_the_policy_of_the_script(tmp_path):
+    script = [sys.executable, str(ROOT / "scripts" / "build_kk_rare.py"), "--steps", "1", "--batch", "2"]
+    subprocess.run([*script, "--out", str(tmp_path / "rare")], cwd=ROOT, timeout=300, check=True)
+    rows = {
+        name: (tmp_path / "rare" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "tuning", "test")
+    }
+    parsed = {name: [json.loads(row) for row in own] for name, own in rows.items()}
+    assert {name: len(own) for name, own in rows.items()} == {"train": 2000, "tuning": 100, "test": 200}
+    assert not any(all(row["solution"]) for own in parsed.values() for row in own)
+    forms = [{row["form"] for row in own} for own in parsed.values()]
+    assert not any(first & second for first, second in itertools.combinations(forms, 2))
+    command = [sys.executable, "-m", "benchmarks.group_size", f"rare={tmp_path / 'rare'}", f"out={tmp_path / 'out'}"]
+    command += [*SMALL, "seeds=[0]", "lrs=[1e-4]", "steps=2", "eval_every=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:3] for line in done.stdout.splitlines() if line.startswith("G=")][:4] == [
+        [side, "0.0001", seed] for side in ("G=2", "G=4") for seed in ("search", "0")
+    ]
+    assert (tmp_path / "out" / "group_size.png").is_file()
 
 
 @pytest.mark.slow  # two imports of everything

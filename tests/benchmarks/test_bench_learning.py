@@ -45,7 +45,7 @@ def test_what_is_compared(tmp_path):
         "ours, seed 1: TRL's mean of 0.600 never",
         "ours, seed 2: TRL's mean of 0.600 after 100 s, not told apart from TRL's 100",
     ]
-    assert learning.draw([ours[0], *trl], tmp_path).stat().st_size > 10_000
+    assert learning.draw([ours[0], *trl], learning.COLORS, tmp_path / "learning.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
