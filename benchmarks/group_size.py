@@ -56,7 +56,7 @@ class GroupSizeOptions:
         [8, 32, 128], "every G; of a file those that all its prompts have samples for", low=2
     )
     samples: int = option(128, "samples of an update; every G divides it", low=2)
-    prompts: int = option(200, "prompts whose gradients are looked at", low=3)
+    prompts: int = option(200, "prompts whose gradients are looked at", low=4)
     prompt_samples: int = option(256, "samples of each of them", low=2)
     wrong: int = option(8, "of each prompt's wrong samples, those that a gradient is computed of", low=2)
     seeds: list[int] = option([0, 1, 2], "runs of every G, at its learning rate; none: nothing is trained", low=0)

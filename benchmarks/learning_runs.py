@@ -35,7 +35,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.side}_lr{self.lr:g}_seed{self.seed}_{self.held_out}"
+        """That of its file and of its folder."""
+        return f"{self.side.replace('=', '')}_lr{self.lr:g}_seed{self.seed}_{self.held_out}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,8 @@ def draw(records: Sequence[Record], colours: dict[str, str], path: Path) -> Path
         axes.set_ylabel(up)
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.25)
-    rewards.legend(fontsize=8)
+    if records:
+        rewards.legend(fontsize=8)
     return save(figure, path)
 
 
