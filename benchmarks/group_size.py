@@ -61,7 +61,7 @@ class GroupSizeOptions:
     wrong: int = option(8, "of each prompt's wrong samples, those that a gradient is computed of", low=2)
     seeds: list[int] = option([0, 1, 2], "runs of every G, at its learning rate; none: nothing is trained", low=0)
     lrs: list[float] = option([1.5e-4, 3e-4, 6e-4], "learning rates that every G tries", above=0)
-    steps: int = option(16, "updates of a run", low=1)
+    steps: int = option(24, "updates of a run", low=1)
     eval_every: int = option(2, "steps between evaluations", low=1)
     eval_samples: int = option(1, "samples of every held-out problem", low=1)
     timeout_s: float = option(3600.0, "seconds a run may take", low=1)
