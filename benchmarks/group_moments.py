@@ -109,17 +109,24 @@ class Quality:
     direction: float  # cosine of the mean of many updates and the true gradient
 
 
-def quality(prompts: Sequence[Prompt], products: Floats, group_size: int, kind: str, samples: int) -> Quality:
-    """Of an update of `samples` samples, samples / G prompts. `products` [P, P]: inner products of the prompts' (mean
-    right score - mean wrong score); the diagonal, of a prompt with itself, is not used."""
-    weights = np.array([mean_weight(prompt, group_size, kind) for prompt in prompts])
-    true = np.array([true_weight(prompt) for prompt in prompts])
-    of_groups = float(np.mean([second_moment(prompt, group_size, kind) for prompt in prompts]))
+def moments(prompts: Sequence[Prompt], group_size: int, kind: str) -> Floats:
+    """[P, 3] of each prompt its mean weight, true weight and second moment."""
+    return np.array(
+        [
+            (mean_weight(prompt, group_size, kind), true_weight(prompt), second_moment(prompt, group_size, kind))
+            for prompt in prompts
+        ]
+    )
+
+
+def quality(found: Floats, products: Floats, groups: float) -> Quality:
+    """Of an update of so many groups, each of another prompt. `found`: moments(). `products` [P, P]: inner products of
+    the prompts' (mean right score - mean wrong score); the diagonal, of a prompt with itself, is not used."""
+    weights, true, of_groups = found.T
     mean_mean, mean_true, true_true = (
         _of_two_prompts(products, *pair) for pair in ((weights, weights), (weights, true), (true, true))
     )
-    groups = samples / group_size
-    variance = (of_groups - mean_mean) / groups
+    variance = (float(of_groups.mean()) - mean_mean) / groups
     return Quality(
         signal=mean_mean / variance,
         cosine=_cosine(mean_true, true_true, mean_mean + variance),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import learning_runs
-from benchmarks.group_moments import KINDS, Floats, Prompt, Quality, quality, signal_share
+from benchmarks.group_moments import KINDS, Floats, Prompt, Quality, moments, quality, signal_share
 from benchmarks.intervals import bootstrap
 from benchmarks.learning_runs import Record, Run, Study, last_accuracy, measured, over_seconds, row_of, train_by_command
 from benchmarks.process import end_with_terminate
@@ -178,11 +178,9 @@ def gradient_rows(prompts: Sequence[Prompt], products: Floats, options: GroupSiz
     """A row for every kind of advantages and G; errors are the jackknife's over prompts (Quenouille, Tukey)."""
     for kind in KINDS:
         for size in options.group_sizes:
-            here = quality(prompts, products, size, kind, options.samples)
-            left_out = [
-                quality([*prompts[:at], *prompts[at + 1 :]], without(products, at), size, kind, options.samples)
-                for at in range(len(prompts))
-            ]
+            found, groups = moments(prompts, size, kind), options.samples / size
+            here = quality(found, products, groups)
+            left_out = [quality(np.delete(found, at, 0), without(products, at), groups) for at in range(len(prompts))]
             row = {"advantage": kind, "G": size}
             for field in fields(Quality):
                 values = np.array([getattr(each, field.name) for each in left_out])

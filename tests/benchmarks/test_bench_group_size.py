@@ -15,6 +15,7 @@ from benchmarks import group_size
 from benchmarks.group_moments import (
     Prompt,
     mean_weight,
+    moments,
     quality,
     right_counts,
     right_weights,
@@ -65,7 +66,7 @@ def test_the_quality_of_an_update_is_that_of_every_pair_of_draws(kind):
     one = [gradient_of(scores, 2, group, kind) for group in itertools.combinations(range(6), 3)]
     updates = np.array([(first + second) / 2 for first in one for second in one])
     length = np.sqrt(np.mean(np.sum(updates**2, 1)))
-    found = quality([prompt] * 3, np.full((3, 3), difference @ difference), 3, kind, samples=6)
+    found = quality(moments([prompt] * 3, 3, kind), np.full((3, 3), difference @ difference), 2)
     mean = updates.mean(0)
     assert found.signal == pytest.approx(mean @ mean / (length**2 - mean @ mean))
     assert found.cosine == pytest.approx(mean @ difference / length / np.linalg.norm(difference))
@@ -81,7 +82,7 @@ def test_the_true_gradient_is_that_of_large_groups_and_weighs_prompts_as_they_do
     )
     seldom, often = Prompt(samples=64, right=4), Prompt(samples=64, right=32)
     apart = np.array([[1.0, 0.2], [0.2, 1.0]])  # the mean weighs them otherwise than std does
-    of_std, of_mean = (quality([seldom, often], apart, 8, kind, samples=8).direction for kind in ("std", "mean_only"))
+    of_std, of_mean = (quality(moments([seldom, often], 8, kind), apart, 1).direction for kind in ("std", "mean_only"))
     assert of_mean == pytest.approx(1) and of_std != pytest.approx(1, abs=1e-3)
 
 
