@@ -59,6 +59,7 @@ class GroupSizeOptions:
     prompts: int = option(200, "prompts whose gradients are looked at", low=4)
     prompt_samples: int = option(256, "samples of each of them", low=2)
     wrong: int = option(8, "of each prompt's wrong samples, those that a gradient is computed of", low=2)
+    threads: int = option(1, "CPU threads that look at gradients", low=1)
     seeds: list[int] = option([0, 1, 2], "runs of every G, at its learning rate; none: nothing is trained", low=0)
     lrs: list[float] = option([1.5e-4, 3e-4, 6e-4], "learning rates that every G tries", above=0)
     steps: int = option(24, "updates of a run", low=1)
@@ -138,6 +139,7 @@ def measure_policy(options: GroupSizeOptions) -> tuple[list[Prompt], Floats]:
         [*shared_arguments(options), "data.prompts_per_step=1", f"rollout.group_size={options.prompt_samples}"]
         + ["rollout.slots=32", "rollout.prompts_at_once=1"]
     )
+    torch.set_num_threads(options.threads)
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     stream = build_train_prompts(config, tokenizer, None)
     engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
