@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from infsample_rl.cluster.rollout_interpreter import check_rollout_interpreter
 from infsample_rl.cluster.worker_secrets import check_reward_environment
 from infsample_rl.config import Config
+from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.folders import check_folders
 from infsample_rl.controller.openings import Openings
@@ -128,6 +129,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     start.warnings += [
         *_folder_warnings(config, run_dir, start),
         *_data_warnings(prompts),
+        *_unused_rewards(config, environments),
         *([unplanned] if unplanned else []),
         *setting_warnings(config),
         *context_warnings(architecture, context),
@@ -250,10 +252,25 @@ def check_turns(
             "objective.turn_credit=turn needs an environment whose step() rewards a turn; "
             f"{config.environment.factory} has tools, and one reward at its end"
         )
+    if not host.rewards and any(function.name == ENVIRONMENT for function in config.reward.functions):
+        raise ValueError(
+            f"environment.factory={config.environment.factory} has no get_reward, which reward.functions names as "
+            "environment: name a function in its place"
+        )
     stops = stop_ids_of(load_generation_config(config.model, architecture), tokenizer, config.rollout.stop_token_ids)
     for data in config.data.parts.values():
         templates_of(tokenizer, data.chat_template_kwargs, host.tools, stops)
     return host.tools
+
+
+def _unused_rewards(config: Config, host: EnvironmentHost | None) -> list[str]:
+    """What an environment gives is a reward where reward.functions names it, and else is left out."""
+    if host is None or not host.rewards or any(function.name == ENVIRONMENT for function in config.reward.functions):
+        return []
+    return [
+        f"environment.factory={config.environment.factory} gives rewards, which reward.functions leaves out; name "
+        "environment there to add them, as TRL does"
+    ]
 
 
 def _check_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,8 @@ from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentH
 from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart, Prompt
 
+log = logging.getLogger(__name__)
+
 
 class Openings:
     """Opens an episode for every prompt, the same for all its samples; nothing where there are no environments."""
@@ -25,8 +28,8 @@ class Openings:
     def open(self, prompts: list[Prompt], *, position: int) -> list[Prompt]:
         """The prompts with their starts. `position`: of the first in the run's data, so that a seed comes once.
 
-        An environment that does not begin fails in each of its samples again, which is counted there: its prompt goes
-        on without. ValueError for a prompt that gets too long, and for tools that the chat template cannot call."""
+        One that does not begin, or says more than there is room for, fails in each of its samples, which is counted
+        there: its prompt goes on without. ValueError for tools that the chat template cannot call."""
         if self._host is None or not prompts:
             return prompts
         with ThreadPoolExecutor(self._config.environment.workers) as threads:
@@ -52,11 +55,16 @@ class Openings:
             if said.tools:
                 stops = self._tokenizer.all_special_ids
                 TurnTemplate.of(self._tokenizer, data.chat_template_kwargs, said.tools, stops)
-        if start.token_ids is not None:
-            prompt = of_token_ids(prompt, start.token_ids, self._tokenizer, data)
-        elif said:
-            opening = said.messages if isinstance(said, Asked) else said
-            prompt = with_opening(prompt, opening, self._tokenizer, data, tools)
+        try:
+            if start.token_ids is not None:
+                prompt = of_token_ids(prompt, start.token_ids, self._tokenizer, data)
+            elif said:
+                opening = said.messages if isinstance(said, Asked) else said
+                behind = "" if self._host.form == "tools" else "\n\n"  # as TRL, which puts nothing between
+                prompt = with_opening(prompt, opening, self._tokenizer, data, tools, behind)
+        except ValueError as error:
+            log.warning("%s: its samples fail", error)
+            start = EpisodeStart(start.seed, columns, messages=[])
         return dataclasses.replace(prompt, start=start)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from infsample_rl.config import DataConfig
 from infsample_rl.config.environment import NAMELESS, of_row
 from infsample_rl.data.fields import BadRow, Problem
+from infsample_rl.data.plain_text import marked, token_ids, unmarked
 from infsample_rl.data.rows import first_rows, one_line, report_bad_rows
 from infsample_rl.types import Prompt
 
@@ -33,53 +34,61 @@ def render(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools = NO
         offered = of_row(tools, problem.columns)
     except ValueError as error:
         raise BadRow(str(error)) from None
-    text, token_ids = _rendered(messages, tokenizer, data, offered)
-    if not token_ids:
+    text, ids = _rendered(messages, tokenizer, data, offered)
+    if not ids:
         raise BadRow("renders to no token")
     return Prompt(
         prompt_index=0,
         row=problem.row,
         messages=messages,
         text=text,
-        token_ids=np.asarray(token_ids, dtype=np.int32),
+        token_ids=np.asarray(ids, dtype=np.int32),
         columns=problem.columns,
     )
 
 
 def with_opening(
-    prompt: Prompt, opening: str | list[dict[str, str]], tokenizer: Any, data: DataConfig, tools: Tools
+    prompt: Prompt,
+    opening: str | list[dict[str, str]],
+    tokenizer: Any,
+    data: DataConfig,
+    tools: Tools,
+    separator: str = "\n\n",
 ) -> Prompt:
-    """A prompt whose last user message goes on with what its environment says at the beginning, or that is the messages
-    it says. ValueError where it is above data.max_prompt_tokens then, or the template refuses it."""
-    messages = [dict(message) for message in (prompt.messages if isinstance(opening, str) else opening)]
+    """A prompt whose last user message goes on, behind `separator`, with what its environment says at the beginning, or
+    that is the messages it says. ValueError where it is above data.max_prompt_tokens then, or the template refuses
+    it."""
     if isinstance(opening, str):
+        messages = [dict(message) for message in prompt.messages]
         last = messages[_last_user(messages)]
-        last["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
+        said = marked(opening, tokenizer)
+        last["content"] = f"{last['content']}{separator}{said}" if last["content"] else said
+    else:
+        messages = [message | {"content": marked(message["content"], tokenizer)} for message in opening]
     try:
-        text, token_ids = _rendered(messages, tokenizer, data, of_row(tools, prompt.columns))
+        text, ids = _rendered(messages, tokenizer, data, of_row(tools, prompt.columns))
     except BadRow as error:
         raise ValueError(f"row {prompt.row} with what its environment says {error}") from None
-    return _replaced(prompt, messages, text, token_ids, data)
+    messages = [message | {"content": unmarked(message["content"], tokenizer)} for message in messages]
+    return _replaced(prompt, messages, unmarked(text, tokenizer), ids, data)
 
 
-def of_token_ids(prompt: Prompt, token_ids: list[int], tokenizer: Any, data: DataConfig) -> Prompt:
+def of_token_ids(prompt: Prompt, ids: list[int], tokenizer: Any, data: DataConfig) -> Prompt:
     """A prompt that is the ids its environment says. ValueError for more than data.max_prompt_tokens, and for ids that
     the tokenizer does not have."""
-    if not all(0 <= each < len(tokenizer) for each in token_ids):
+    if not all(0 <= each < len(tokenizer) for each in ids):
         known = f"from 0 to {len(tokenizer) - 1}"
-        raise ValueError(f"row {prompt.row}: its environment's token_ids must be {known}, got {max(token_ids)}")
-    return _replaced(prompt, prompt.messages, tokenizer.decode(token_ids), token_ids, data)
+        raise ValueError(f"row {prompt.row}: its environment's token_ids must be {known}, got {max(ids)}")
+    return _replaced(prompt, prompt.messages, tokenizer.decode(ids), ids, data)
 
 
-def _replaced(
-    prompt: Prompt, messages: list[dict[str, str]], text: str, token_ids: list[int], data: DataConfig
-) -> Prompt:
-    if len(token_ids) > data.max_prompt_tokens:
+def _replaced(prompt: Prompt, messages: list[dict[str, str]], text: str, ids: list[int], data: DataConfig) -> Prompt:
+    if len(ids) > data.max_prompt_tokens:
         raise ValueError(
-            f"row {prompt.row} has {len(token_ids)} tokens with what its environment says, data.max_prompt_tokens must "
-            f"be >= {len(token_ids)}, got {data.max_prompt_tokens}"
+            f"row {prompt.row} has {len(ids)} tokens with what its environment says, data.max_prompt_tokens must "
+            f"be >= {len(ids)}, got {data.max_prompt_tokens}"
         )
-    return dataclasses.replace(prompt, messages=messages, text=text, token_ids=np.asarray(token_ids, dtype=np.int32))
+    return dataclasses.replace(prompt, messages=messages, text=text, token_ids=np.asarray(ids, dtype=np.int32))
 
 
 def _rendered(
@@ -158,7 +167,7 @@ def _last_user(messages: list[dict[str, str]]) -> int:
 def _token_ids(text: str, tokenizer: Any, data: DataConfig) -> list[int]:
     """Tokens of a rendered prompt. A chat template writes its own BOS, so none is added (as transformers does); to
     plain text the tokenizer's BOS is added where it adds one, never its EOS."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    ids = token_ids(text, tokenizer)
     bos = tokenizer.bos_token_id
     if is_plain(tokenizer, data) and bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
         ids = [bos, *ids]

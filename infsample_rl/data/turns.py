@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from infsample_rl.data.plain_text import marked, token_ids
 from infsample_rl.data.rows import one_line
 
 Message = dict[str, Any]
 Schema = dict[str, Any]  # a tool in the form that chat templates take: {"type": "function", "function": {...}}
 
 _SAMPLED = "infsample-rl-stands-for-what-was-sampled"
+DEEPEST = 64  # lists and objects of a call's arguments in each other
 _QUESTION: Message = {"role": "user", "content": "A question."}
 
 
@@ -71,7 +73,8 @@ class TurnTemplate:
 
         A special token that stopped it closes it as the template's own would have; behind another stop token, as one of
         rollout.stop_token_ids, the template's own comes first."""
-        behind = self._behind_a_turn(messages)
+        said = [each | {"content": marked(each["content"], self.tokenizer)} for each in messages]
+        behind = self._behind_a_turn(said)
         end = next((end for end in self._ends if behind.startswith(end)), None)
         if end is None:
             shown = repr(behind[:40])
@@ -80,7 +83,7 @@ class TurnTemplate:
         if not is_closed and last in self.tokenizer.all_special_ids:
             # where no message follows GLM's turns have no end: theirs is how the next begins
             is_closed = self._behind_a_turn([], add_generation_prompt=False).startswith(end)
-        return self.tokenizer(behind[len(end) :] if is_closed else behind, add_special_tokens=False)["input_ids"]
+        return token_ids(behind[len(end) :] if is_closed else behind, self.tokenizer)
 
     def _behind_a_turn(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         turn: Message = {"role": "assistant", "content": _SAMPLED}
@@ -100,8 +103,8 @@ class TurnTemplate:
     def _checked(self, name: Any, arguments: Any) -> ToolCall:
         """A call of a tool that there is, with what it needs. BadCall otherwise."""
         known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in self.tools}
-        if name not in known:
-            raise BadCall(f"there is no tool {name!r}; the tools are {', '.join(known)}")
+        if not isinstance(name, str) or name not in known:
+            raise BadCall(f"there is no tool {str(name)[:100]!r}; the tools are {', '.join(known)}")
         if not isinstance(arguments, dict):
             raise BadCall(f"the arguments of {name} must be a JSON object, got {repr(arguments)[:100]}")
         parameters = known[name].get("properties", {})
@@ -158,7 +161,7 @@ class TurnTemplate:
         if kind in (None, "string"):
             return value
         try:
-            return json.loads(value.lower() if kind == "boolean" else value)
+            return _json(value.lower() if kind == "boolean" else value)
         except ValueError:
             raise BadCall(f"the argument {key!r} of {name} must be of type {kind}, got {value[:60]!r}") from None
 
@@ -211,12 +214,29 @@ def assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
 
 def _named(body: str, arguments: str) -> tuple[Any, Any]:
     try:
-        call = json.loads(body)
+        call = _json(body)
     except ValueError as error:
         raise BadCall(f"a tool call must be JSON: {one_line(error)}") from None
     if not isinstance(call, dict) or "name" not in call:
         raise BadCall(f'a tool call must be {{"name": ..., "{arguments}": {{...}}}}')
     return call["name"], call.get(arguments, {})
+
+
+def _json(text: str) -> Any:
+    """A value. ValueError for text that is none, or whose lists and objects stand too deep in each other to be handed
+    on."""
+    try:
+        found = json.loads(text)
+        if not _is_deep(found, DEEPEST):
+            return found
+    except RecursionError:
+        pass
+    raise ValueError(f"more than {DEEPEST} lists and objects in each other")
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(_is_deep(each, levels - 1) for each in inner))
 
 
 def _between(text: str, start: str, end: str) -> list[str]:

@@ -44,12 +44,22 @@ class Acting(Protocol):
 
 def acts(kind: Any) -> bool:
     """Whether instances of a class are acted in by text."""
-    return callable(getattr(kind, "step", None)) or plays(kind)
+    return _is_no_tool(kind, "step") or plays(kind)
 
 
 def plays(kind: Any) -> bool:
     """Whether instances of a class call the policy themselves."""
-    return callable(getattr(kind, "rollout", None))
+    return _is_no_tool(kind, "rollout")
+
+
+def _is_no_tool(kind: Any, name: str) -> bool:
+    """Whether a class has the method, and not as one of the tools of TRL's form: beside get_reward, and written for a
+    model, with a docstring and types."""
+    method = getattr(kind, name, None)
+    if not callable(method) or not callable(getattr(kind, "get_reward", None)):
+        return callable(method)
+    _, *parameters = inspect.signature(method).parameters.values()
+    return not inspect.getdoc(method) or any(each.annotation is each.empty for each in parameters)
 
 
 def begins(kind: Any) -> bool:
@@ -81,15 +91,24 @@ class Gymnasium:
         self._made, self._call = made, call
 
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """As Acting.open; the row's columns are reset's options."""
+        """As Acting.open; the row's columns are reset's options. ValueError for actions that are no text."""
+        space = getattr(self._made, "action_space", None)
+        if space is not None and type(space).__name__ != "Text":
+            raise ValueError(f"its actions are {space}, a policy's are texts: wrap it in a class whose step takes one")
         given = accepted(self._made.reset, {"seed": seed, "options": columns})
         said = self._call(self._made.reset, **given)
         return said[0] if isinstance(said, tuple) else said  # beside it is info
 
     def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
         """As Acting.act."""
-        said, reward, terminated, truncated = self._call(self._made.step, text)[:4]
-        return Acted(said, reward, bool(terminated or truncated))
+        found = self._call(self._made.step, text)
+        if not isinstance(found, tuple) or len(found) not in (4, 5):
+            got = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
+            raise ValueError(f"step must return (observation, reward, terminated, truncated, info), got {got}")
+        said, reward, *ends = found
+        if isinstance(ends[-1], dict):  # info: before gymnasium 0.26 behind one word for both ends
+            ends.pop()
+        return Acted(said, reward, any(map(bool, ends)))
 
 
 class SkyRL:

@@ -70,7 +70,7 @@ class EnvironmentHost:
         self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
         self._start, self._starting = partial(EnvironmentServer, config, python), threading.Lock()
         self._server, self._is_closed = self._start(), False
-        self.form, self.tools = self._server.form, self._server.tools
+        self.form, self.tools, self.rewards = self._server.form, self._server.tools, self._server.rewards
         self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="environments")
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:

@@ -25,6 +25,7 @@ class Kind:
 
     factory: Callable[..., Any] | None
     form: str  # TOOLS, ACTIONS or PROGRAM
+    rewards: bool  # it gives a reward
     schemas: list[dict[str, Any]]  # of its tools, as chat templates take them
 
 
@@ -50,6 +51,7 @@ class Maker:
                 f"environment.factory={config.factory} has turns, and rewards them itself"
             )
         self.schemas = {name: kind.schemas for name, kind in self.kinds.items()}
+        self.rewards = any(kind.rewards for kind in self.kinds.values())
 
     def make(self, columns: dict[str, Any]) -> Any:
         """A new environment of a row; None where there are functions alone."""
@@ -76,6 +78,8 @@ class Maker:
             if not callable(factory):
                 raise ValueError(f"{label} is neither a class nor a function")
             made = self._first(factory)
+        elif factory is not None:
+            _check_constructor(factory, label)
         form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
         if made is not None and not begins(made):
             raise ValueError(f"{label} has no method reset")
@@ -89,7 +93,7 @@ class Maker:
         schemas = [_schema(function) for function in (*methods, *self.functions)]
         if form == TOOLS and not schemas:
             raise ValueError(f"{label} has no public method as a tool, step or rollout")
-        return Kind(factory, form, schemas)
+        return Kind(factory, form, form != TOOLS or callable(getattr(made, "get_reward", None)), schemas)
 
     def _first(self, factory: Callable[..., Any]) -> Any:
         """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
@@ -120,13 +124,28 @@ def _label(config: EnvironmentConfig, name: str) -> str:
     return f"environment.factory={config.factory}{f', {name!r},' if name != NAMELESS else ''}"
 
 
+def _check_constructor(made: type, label: str) -> None:
+    """ValueError for one that needs arguments: it is given none."""
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (ValueError, TypeError):
+        return  # of C: making one will tell
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+    if needed:
+        raise ValueError(f"{label} needs {needed[0]!r} to be made: give a function that makes one")
+
+
 def _tools_of(made: Any) -> list[Callable[..., Any]]:
-    """The public methods of a class but reset and get_reward, in the order in which they are written."""
+    """The public methods of a class but reset and get_reward, in the order in which they are written. As in TRL no
+    other attribute is a tool, although it can be called."""
     names = [name for each in reversed(made.__mro__[:-1]) for name in vars(each)]
     return [
         getattr(made, name)
         for name in dict.fromkeys(names)
-        if not name.startswith("_") and name not in ("reset", "get_reward", "close") and callable(getattr(made, name))
+        if not name.startswith("_")
+        and name not in ("reset", "get_reward", "close")
+        and inspect.isfunction(getattr(made, name))
     ]
 
 

@@ -6,8 +6,8 @@ JSON, so that the host unpickles nothing a user's code could have made.
 
     host                                    this process
     EnvironmentConfig, functions    ->      those of reward.functions that may take environments, by name
-                                    <-      {"pid": ..., "form": "tools", "tools": {NAME: [schema, ...]}} or {"error":
-                                            "..."}
+                                    <-      {"pid": ..., "form": "tools", "tools": {NAME: [schema, ...]}, "rewards":
+                                            true}, whether any gives rewards itself, or {"error": "..."}
     a socket                        ->      a fork, which talks through it:
     ("reset", seed, columns, the prompt's messages, tools and token ids where they are what another asked for, else
     None, [], None)                 ->
@@ -66,7 +66,7 @@ def main(isolation: Isolation) -> None:
     except (ValueError, EOFError) as error:
         reply(replies, {"error": without_values(str(error))})
         os._exit(1)
-    reply(replies, {"pid": os.getpid(), "form": maker.form, "tools": maker.schemas})
+    reply(replies, {"pid": os.getpid(), "form": maker.form, "tools": maker.schemas, "rewards": maker.rewards})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     _be_called(b"environments")
     with socket.socket(fileno=control) as host:
@@ -96,7 +96,7 @@ def serve(host: socket.socket, maker: Maker) -> None:
     columns: dict[str, Any] = {}
     runner, tools = asyncio.Runner(), dict[str, Callable[..., Any]]()
 
-    def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         found = function(*arguments, **named)
         return runner.run(_awaited(found)) if inspect.isawaitable(found) else found
 
@@ -166,7 +166,8 @@ def _opening(
     if actor is not None:
         said = actor.open(seed, columns)
     elif made is not None:
-        said = call(made.reset, **accepted(made.reset, {"seed": seed} | columns))
+        own = {"seed": seed} if "seed" in inspect.signature(made.reset).parameters else {}
+        said = _joined(call(made.reset, **accepted(made.reset, own | columns)))
     else:
         said = None
     if isinstance(said, Asked):
@@ -174,7 +175,22 @@ def _opening(
         if messages is not None and (messages, list(tools), token_ids) != (found, said.tools, said.token_ids):
             raise ValueError("rollout's first request must follow from its seed and row: it is not its group's prompt")
         return {"said": "", "messages": found, "tools": said.tools, "token_ids": said.token_ids}
+    if messages is not None:
+        raise ValueError("its prompt has not what it says at the beginning, which was too long or did not come")
     return {"said": "" if said is None else _text(said)}
+
+
+def _joined(said: Any) -> Any:
+    """What TRL's reset says, of content parts their texts. ValueError for parts that are none, and a tuple, which
+    gymnasium's form returns."""
+    if isinstance(said, tuple):
+        raise ValueError("reset must return a text or None, got a tuple")
+    if not isinstance(said, list):
+        return said
+    for part in said:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError(f"reset may return parts of type text alone, got {repr(part)[:100]}")
+    return "".join(str(part["text"]) for part in said)
 
 
 def _answers(

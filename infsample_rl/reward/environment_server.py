@@ -79,6 +79,7 @@ class EnvironmentServer:
             self.close()
             raise ValueError(started["error"])
         self.form: str = started["form"]
+        self.rewards: bool = started["rewards"]
         self.tools: dict[str, list[dict[str, Any]]] = started["tools"]
 
     def hand_over(self, line: socket.socket) -> None:

@@ -71,11 +71,13 @@ def isolation_of(reward: RewardConfig, files: Sequence[str]) -> Isolation:
 
 
 def environment_of(isolation: Isolation, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment a reward process starts with: with `none` all of it, else PASSED_ON and what was asked for."""
+    """The environment a reward process starts with: with `none` all of it, else PASSED_ON and what was asked for. Sets
+    of strings have one order in all of them, else what an environment or a function says would not repeat."""
+    ordered = {"PYTHONHASHSEED": "0"}
     if isolation.level == "none":
-        return dict(environment)
+        return ordered | dict(environment)
     kept = {name: environment[name] for name in (*PASSED_ON, *isolation.environment) if name in environment}
-    return {"OMP_NUM_THREADS": "1"} | kept  # a thread's stack counts as memory
+    return ordered | {"OMP_NUM_THREADS": "1"} | kept  # a thread's stack counts as memory
 
 
 def isolate(isolation: Isolation) -> None:

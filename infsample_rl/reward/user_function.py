@@ -63,7 +63,9 @@ def given_to_trainer(words: list[str], name: str, setting: str) -> Any:
     except ValueError as error:
         last = said.getvalue().strip().rpartition("\n")[2]
         raise ValueError(f"{error}{f': {last}' if last else ''}") from None
-    raise ValueError(f"{setting}: {words[0]} has ended before it called train() of a trainer")
+    raise ValueError(
+        f"{setting}: {words[0]} has ended before it called train() of a trainer; of a class in it give {words[0]}:NAME"
+    )
 
 
 def _nearest(name: str, known: list[str]) -> str:

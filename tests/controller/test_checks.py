@@ -1,10 +1,11 @@
-"""What a resumed run finds: its length probe, or a line that it starts anew."""
+"""What is checked before a run begins, and what a resumed one finds: its probe, or a line that it starts anew."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ import infsample_rl
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.checkpoints import write_checkpoint, write_checksums
-from infsample_rl.controller.checks import Start, claim_run_folder, open_run_folder, prepare
+from infsample_rl.controller.checks import (
+    Start,
+    _unused_rewards,
+    check_turns,
+    claim_run_folder,
+    open_run_folder,
+    prepare,
+)
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
 from tests.tiny_models import save_words
@@ -163,3 +171,24 @@ def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path
         and "lr: 0.0001" in (tmp_path / "config.yaml").read_text()
     )
     assert not any("learner.lr" in warning for warning in begin(tmp_path, "learner.lr=1e-4").warnings)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "functions", "said"),
+    [
+        (True, ["environment"], []),
+        (False, ["gsm8k"], []),
+        (True, ["gsm8k"], ["environment.factory=a.py:A gives rewards, which reward.functions leaves out"]),
+    ],
+)
+def test_rewards_of_an_environment_that_nothing_names_are_told_of(rewards, functions, said):
+    config = load_config(["environment.factory=a.py:A", f"reward.functions=[{','.join(functions)}]"])
+    found = _unused_rewards(config, SimpleNamespace(rewards=rewards))
+    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+    assert _unused_rewards(config, None) == []
+
+
+def test_an_environment_without_a_reward_is_refused_where_it_is_named_as_one():
+    config = load_config(["environment.factory=a.py:A", "reward.functions=[environment]"])
+    with pytest.raises(ValueError, match=r"environment.factory=a.py:A has no get_reward, which reward.functions names"):
+        check_turns(config, None, None, SimpleNamespace(rewards=False, form="tools"))

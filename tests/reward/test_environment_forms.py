@@ -41,6 +41,69 @@ class Solve:
         return {"observations": [{"role": "user", "content": "Wrong."}], "reward": 0.1, "done": action == "42"}
 
 
+class Walk:
+    """TRL's form, with a tool that is called step."""
+
+    def reset(self, **row):
+        return "Go."
+
+    def step(self, where: str) -> str:
+        """Goes somewhere.
+
+        Args:
+            where: Left or right.
+        """
+        return where
+
+    def get_reward(self):
+        return 1.0
+
+
+class Old:
+    """gymnasium's form, with a helper of that name."""
+
+    def __init__(self, found=("seen", 0.5, True, {"k": 1})):
+        self.found = found
+
+    def reset(self):
+        return "Go."
+
+    def step(self, action):
+        return self.found
+
+    def get_reward(self, action):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("found", "ended"),
+    [
+        (("seen", 0.5, False, {"k": 1}), False),
+        (("seen", 0.5, True, {}), True),
+        (("seen", 0.5, False, True), True),
+        (("seen", 0.5, False, False, {"k": 1}), False),
+        (("seen", 0.5, False, True, {}), True),
+    ],
+)
+def test_a_step_may_have_one_word_for_both_ends_before_its_info(found, ended):
+    assert acting(Old(found), lambda function, *given: function(*given)).act("go") == Acted("seen", 0.5, ended)
+
+
+@pytest.mark.parametrize(
+    ("found", "got"), [(("seen", 0.5), "2 of them"), ("seen", "str"), (["seen", 0.5, False, False, {}], "list")]
+)
+def test_a_step_that_returns_something_else_says_so(found, got):
+    with pytest.raises(ValueError, match=f"step must return .observation, reward, .* got {got}"):
+        acting(Old(found), lambda function, *given: function(*given)).act("go")
+
+
+def test_actions_that_are_no_text_are_refused():
+    made = Old()
+    made.action_space = SimpleNamespace(n=4)
+    with pytest.raises(ValueError, match="its actions are namespace.n=4., a policy's are texts: wrap it"):
+        acting(made, lambda function, *given: function(*given)).open(3, {})
+
+
 def test_textarenas_games_say_what_is_new():
     game = acting(Game(), lambda function, *given, **named: function(*given, **named))
     assert game.open(3, {}) == "1 player, seed 3"
@@ -63,6 +126,8 @@ def test_skyrls_environments_speak_in_messages():
         (SimpleNamespace(reset=print), False, True),
         (SimpleNamespace(init=print), False, False),
         (SimpleNamespace(step=print), True, False),
+        (Walk, False, True),
+        (Old, True, True),
     ],
 )
 def test_forms_are_told_by_their_methods(kind, is_acted_in, can_begin):

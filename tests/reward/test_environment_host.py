@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import site
 import time
@@ -187,6 +188,38 @@ class Dice:
     def throw(self) -> str:
         """Throws."""
         return str(self.thrown)
+
+
+class Said:
+    scorer = max
+
+    class Config:
+        """No tool."""
+
+    def reset(self, said, function):
+        if said == "<set>":
+            return " ".join({str(number) for number in range(100)})
+        return ("a", {}) if said == "<tuple>" else said
+
+    @classmethod
+    def made(cls) -> str:
+        """No tool."""
+
+    def echo(self, word: str) -> str:
+        """Says it.
+
+        Args:
+            word: Any.
+        """
+        return word
+
+
+class Needy:
+    def __init__(self, licence, *, seats=1, **more):
+        pass
+
+    def reset(self):
+        pass
 
 
 NAMED = {"count": Counter, "dice": Dice}
@@ -642,12 +675,55 @@ def test_what_draws_from_the_processs_own_generators_draws_by_the_seed(file):
     assert said[0] == said[1] and not set(json.loads(said[0])) & set(json.loads(said[2]))
 
 
+@pytest.mark.parametrize(
+    ("said", "opening"),
+    [
+        ([{"type": "text", "text": "7"}, {"type": "text", "text": " and 8"}], "7 and 8"),
+        ("<set>", None),
+        ([{"type": "image"}], "reset may return parts of type text alone, got {'type': 'image'}"),
+        ("<tuple>", "reset must return a text or None, got a tuple"),
+    ],
+)
+def test_what_reset_returns_is_text_in_every_process_the_same(file, said, opening):
+    host, found = EnvironmentHost(config_of(factory=f"{file}:Said")), []
+    row = {"said": said, "function": 1}  # a column of any name
+    try:
+        if opening is not None and "reset" in opening:
+            with pytest.raises(EnvironmentFailed, match=re.escape(opening)):
+                host.opening(7, row)
+            return
+        found.append(host.opening(7, row))
+    finally:
+        host.close()
+    other = EnvironmentHost(config_of(factory=f"{file}:Said"))
+    try:
+        assert found == [other.opening(7, row)] and found[0] == (opening or found[0])
+    finally:
+        other.close()
+
+
+def test_only_methods_are_tools(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Said"))
+    try:
+        assert [tool["function"]["name"] for tool in host.tools[""]] == ["echo"] and not host.rewards
+    finally:
+        host.close()
+
+
+def test_an_opening_that_its_prompt_has_no_room_for_fails_its_samples(host):
+    host.open("one", EpisodeStart(7, {"target": 5}, messages=[]))
+    host.ask("one", ("call", [("add", {"amount": 1})]))
+    assert "its prompt has not what it says at the beginning" in answers(host, 1)["one"]["failed"]
+    host.end("one")
+
+
 def test_a_row_takes_one_of_several_environments(file):
     host = EnvironmentHost(config_of(factory=f"{file}:NAMED"))
     try:
         tools = {name: [tool["function"]["name"] for tool in tools] for name, tools in host.tools.items()}
         assert tools == {"count": ["add", "slowly", "misbehave"], "dice": ["throw"]}
-        assert host.opening(7, {"environment": "dice", "target": 5}) == "['seed', 'target']"  # not the name, as TRL
+        # not the name, nor a seed that it does not name, as TRL
+        assert host.opening(7, {"environment": "dice", "target": 5}) == "['target']"
         assert host.opening(7, {"environment": "count", "target": 5}) == "Reach 5 from 7."
         with pytest.raises(EnvironmentFailed, match="environment must be one of count, dice .* got 'card'"):
             host.opening(7, {"environment": "card"})
@@ -709,7 +785,7 @@ def test_a_script_that_never_trains_is_one_line(script):
     [
         (
             {"factory": "{}:Countr"},
-            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice;",
+            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice, Said, Needy;",
         ),
         ({"factory": "{}:MIXED"}, "all must be of one form, got {'count': 'tools', 'game': 'actions'}"),
         ({"factory": "{}:WRONG"}, ":WRONG, 'count', is neither a class nor a function"),
@@ -717,6 +793,7 @@ def test_a_script_that_never_trains_is_one_line(script):
         ({"factory": "/no/such"}, "must be path/to/file.py:NAME, or a TRL script and its arguments, got"),
         ({"tools": ["{}:undescribed"]}, "undescribed cannot be a tool: "),
         ({"factory": "/no/such.py:Counter"}, "environment.factory: no file /no/such.py"),
+        ({"factory": "{}:Needy"}, ":Needy needs 'licence' to be made: give a function that makes one"),
         ({"factory": "{}:Deaf"}, ":Deaf: rollout must take base_url and api_key"),
         ({"factory": "{}:Game", "tools": ["{}:double"]}, "environment.tools cannot be beside"),
     ],

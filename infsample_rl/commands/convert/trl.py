@@ -27,6 +27,7 @@ from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
+REWARDED = "get_reward of environment_factory"  # among its settings: whether there is one
 COLUMNS = "rows that the script makes"  # among its settings, until they are in a file
 TRAINER = ("model", "reward_funcs", "args", "train_dataset")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
@@ -137,6 +138,8 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     if factory is not None and not (_is_in_file(factory) and not own):  # it is as the script has made it
         arguments = words[start:] if record["taken"] else _words_of(words[start:], own)
         made["environment_factory"] = shlex.join([os.path.abspath(script), *arguments])
+    if factory is not None and record["rewarded"]:
+        made[REWARDED] = True
     code += [f"{name} is a trainer of the script's own: what its methods change" for name in record["classes"]]
     if given.get("dataset_name") and not record["taken"]:  # the rows that the script makes are in it
         code = [line for line in code if not line.startswith("train_dataset.")]
@@ -267,7 +270,8 @@ def _rewards(c: Conversion) -> None:
     """Rules, functions in files and models of scripts, with their weights."""
     names = c.value("reward_funcs", texts)
     weights = c.value("reward_weights", lambda value: [float(weight) for weight in value or [1.0] * len(names)])
-    functions = [] if c.ours("environment.factory") is None or names else [{"name": ENVIRONMENT, "weight": 1.0}]
+    rewarded = c.value(REWARDED, bool, False) or not names
+    functions = [{"name": ENVIRONMENT, "weight": 1.0}] if rewarded and c.ours("environment.factory") else []
     for theirs, weight in zip(names, weights, strict=True):
         module, _, function = theirs.rpartition(".")
         name = OWN_REWARDS.get(function, theirs) if module in ("", "trl.rewards") else theirs

@@ -32,6 +32,9 @@ def as_json(value: Any) -> Any:
 def write_record(trainer: Recorded) -> None:
     """All is known: write it down and end, before the script's own clearing up."""
     made = {"trainer": trainer, "taken": sorted(Run.taken), "own": sorted(Run.own), "classes": sorted(Run.subclasses)}
+    factory = (trainer._kwargs or {}).get("environment_factory")
+    kinds = factory.values() if isinstance(factory, dict) else [factory]
+    made["rewarded"] = any(hasattr(kind, "get_reward") for kind in kinds)
     with open(os.environ["INFSAMPLE_RL_RECORD"], "w") as file:
         json.dump(made, file, default=as_json)
     os._exit(0)

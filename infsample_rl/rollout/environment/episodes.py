@@ -230,7 +230,10 @@ class Episodes:
     ) -> None:
         """`lists`: what of the messages, by number, was a list, which rewards get as such."""
         shown = [each | {"content": self._cut(each["content"])} for each in messages]
-        ids = state.template.observation_ids(shown, state.sample.tokens[-1])
+        try:
+            ids = state.template.observation_ids(shown, state.sample.tokens[-1])
+        except ValueError as error:  # of what it says: the template was tried at the start
+            return self._finish(state, None, str(error))
         state.begun += len(ids)
         state.messages += [
             each | {"content": lists.get(str(number), each["content"])} for number, each in enumerate(shown)

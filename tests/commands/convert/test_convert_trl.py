@@ -283,6 +283,9 @@ def test_an_environment_and_tools_of_a_script_are_kept(convert, tmp_path):
     assert found.has(expected) == expected and found.functions() == [("environment", 1.0)]
     assert "<lambda> is made by code; write it into a file and set environment.tools" in found.said
     assert "reward" not in found.said
+    beside = ENVIRONMENT.replace("args=args,", "args=args, reward_funcs=[lookup],")
+    both = convert("trl", "play.py", beside, "--dataset_name", "c/d").functions()
+    assert both == [("environment", 1.0), ("play.py:lookup", 1.0)]  # TRL adds get_reward
     without = ENVIRONMENT.replace("environment_factory=Wordle, ", "reward_funcs=[len], ").replace("=5", "=None")
     kept = convert("trl", "play.py", without, "--dataset_name", "c/d", "--reward_funcs", "accuracy_reward")
     assert kept.has({"environment.max_turns": 0, "environment.tools": 0}) == {

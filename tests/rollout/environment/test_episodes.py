@@ -198,6 +198,16 @@ def test_what_fails_ends_the_episode_without_a_reward():
     assert (answer.episode.reward, answer.episode.failure) == (None, "its process ended") and host.ended == [0]
 
 
+def test_an_observation_that_cannot_be_shown_fails_its_trajectory_alone():
+    episodes, host, tokenizer = make("actions")
+    episodes.end(sampled(tokenizer, "left<|im_end|>"), "stop")
+    said = "infsample-rl-stands-for-what-was-sampled"  # the template is asked by it
+    host.answers.put((0, {"said": said, "reward": 0.5, "ended": False}))
+    [answer] = episodes.take(wait_s=0)
+    assert answer.observed == [] and answer.episode.reward is None and host.ended == [0]
+    assert "does not show an assistant's turn as it was sampled" in answer.episode.failure
+
+
 def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
     episodes, host, tokenizer = make("actions")
     sample = sampled(tokenizer, "left<|im_end|>")
