@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 COLOURS = {
     "decode": "#1f5fa8", "prefill": "#7fb0e0", "reward": "#d1620a", "reference": "#8a63b5", "forward": "#7cc08a",
     "backward": "#2a7f4f", "optimizer": "#b02a4c", "sync": "#e0b000", "learn": "#5c7080",
+    "wait": "#f3f1ec",
     "sample": "#dfe6ec", "update": "#c3cdd6", "publish": "#efe3b0",  # of the driver: others' work seen from outside
 }  # fmt: skip
 OTHER = "#bdbdbd"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from infsample_rl.config.environment import EnvironmentConfig, of_row
 from infsample_rl.data.turns import ToolCall, TurnTemplate, assistant_message
+from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import Sample
@@ -136,7 +137,9 @@ class Episodes:
             self._hear(*self._recorded.pop(0))
         try:
             if not self._ready and wait_s > 0:
-                self._hear(*replies.get(timeout=wait_s))
+                with phase("wait"):
+                    reply = replies.get(timeout=wait_s)
+                self._hear(*reply)
             while True:
                 self._hear(*replies.get_nowait())
         except queue.Empty:

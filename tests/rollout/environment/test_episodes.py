@@ -7,6 +7,7 @@ import pytest
 
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.turns import templates_of
+from infsample_rl.observe.phases import report_phases
 from infsample_rl.rollout.environment import episodes as episodes_module
 from infsample_rl.rollout.environment.episodes import Episodes
 from infsample_rl.rollout.environment.turn_records import TurnRecords
@@ -196,6 +197,16 @@ def test_what_fails_ends_the_episode_without_a_reward():
     host.answers.put((0, {"failed": "its process ended"}))
     [answer] = episodes.take(wait_s=0)
     assert (answer.episode.reward, answer.episode.failure) == (None, "its process ended") and host.ended == [0]
+
+
+def test_where_nothing_decodes_the_timeline_shows_that_it_waits():
+    episodes, host, tokenizer = make("actions")
+    episodes.end(sampled(tokenizer, "left<|im_end|>"), "stop")
+    report_phases("rollout", 0, "here")  # what came before
+    assert episodes.take(wait_s=0) == [] and report_phases("rollout", 0, "here").phases == []
+    assert episodes.take(wait_s=0.05) == []
+    [waited] = report_phases("rollout", 0, "here").phases
+    assert waited.name == "wait" and waited.end - waited.start >= 0.05
 
 
 def test_an_observation_that_cannot_be_shown_fails_its_trajectory_alone():
