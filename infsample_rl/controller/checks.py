@@ -43,7 +43,7 @@ from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.placement import Node, refusal, total_cpus
-from infsample_rl.reward.checks import Needs, check_columns, check_reward_functions
+from infsample_rl.reward.checks import Needs, check_columns, check_environment_columns, check_reward_functions
 from infsample_rl.reward.environment_host import EnvironmentHost
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_bert import RunBert
@@ -100,8 +100,12 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     offered = check_turns(config, tokenizer, architecture, environments)
     prompts = build_train_prompts(config, tokenizer, context, offered)
     held_out = build_eval_prompts(config, tokenizer, context, offered)
-    check_columns(config, needs, [prompt for rows in prompts.sources.values() for prompt in rows])
+    rows = [prompt for own in prompts.sources.values() for prompt in own]
+    check_columns(config, needs, rows)
     check_columns(config, needs, held_out, evaluation=True)
+    if environments is not None:
+        check_environment_columns(config, environments.columns, rows)
+        check_environment_columns(config, environments.columns, held_out, evaluation=True)
     probe: RunProbe | RunBert | None = None
     if config.rollout.trains_bert:
         probe = RunBert(config.rollout.num_prefix_tokens, seed=config.run.seed)

@@ -7,9 +7,11 @@ parameters; the other forms take what is there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from infsample_rl.config import Config, RewardConfig
+from infsample_rl.config.environment import of_row
 from infsample_rl.config.reward import JudgeConfig
 from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.data.rows import first_rows
@@ -72,6 +74,24 @@ def check_columns(
             lacking = {prompt.row: missing for prompt in own if (missing := _missing(name, sets, prompt.columns))}
             if lacking:
                 raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}")
+
+
+def check_environment_columns(
+    config: Config, needed: Mapping[str, list[str]], prompts: list[Prompt], *, evaluation: bool = False
+) -> None:
+    """As check_columns(), of what environments ask a row for, by their names."""
+    for source, data in config.data.parts.items():
+        own = [prompt for prompt in prompts if prompt.source == source]
+        label = f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
+        lacking = {
+            prompt.row: missing
+            for prompt in own
+            for missing in [name for name in of_row(needed, prompt.columns) if name not in prompt.columns][:1]
+        }
+        if lacking:
+            raise ValueError(
+                f"environment.factory={config.environment.factory} needs the column {_where(lacking, [], own, label)}"
+            )
 
 
 def _where(lacking: dict[int, str], sets: Needs, prompts: list[Prompt], label: str) -> str:

@@ -71,6 +71,7 @@ class EnvironmentHost:
         self._start, self._starting = partial(EnvironmentServer, config, python), threading.Lock()
         self._server, self._is_closed = self._start(), False
         self.form, self.tools, self.rewards = self._server.form, self._server.tools, self._server.rewards
+        self.columns = self._server.columns  # that a row must have, by the names of environments
         self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="environments")
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:

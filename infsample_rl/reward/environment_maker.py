@@ -27,6 +27,7 @@ class Kind:
     form: str  # TOOLS, ACTIONS or PROGRAM
     rewards: bool  # it gives a reward
     schemas: list[dict[str, Any]]  # of its tools, as chat templates take them
+    columns: list[str]  # that a row must have
 
 
 class Maker:
@@ -51,6 +52,7 @@ class Maker:
                 f"environment.factory={config.factory} has turns, and rewards them itself"
             )
         self.schemas = {name: kind.schemas for name, kind in self.kinds.items()}
+        self.columns = {name: kind.columns for name, kind in self.kinds.items()}
         self.rewards = any(kind.rewards for kind in self.kinds.values())
 
     def make(self, columns: dict[str, Any]) -> Any:
@@ -78,8 +80,8 @@ class Maker:
             if not callable(factory):
                 raise ValueError(f"{label} is neither a class nor a function")
             made = self._first(factory)
-        elif factory is not None:
-            _check_constructor(factory, label)
+        elif factory is not None and (needed := _needed(factory, bound=False)):
+            raise ValueError(f"{label} needs {needed[0]!r} to be made: give a function that makes one")
         form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
         if made is not None and not begins(made):
             raise ValueError(f"{label} has no method reset")
@@ -93,7 +95,8 @@ class Maker:
         schemas = [_schema(function) for function in (*methods, *self.functions)]
         if form == TOOLS and not schemas:
             raise ValueError(f"{label} has no public method as a tool, step or rollout")
-        return Kind(factory, form, form != TOOLS or callable(getattr(made, "get_reward", None)), schemas)
+        rewards = form != TOOLS or callable(getattr(made, "get_reward", None))
+        return Kind(factory, form, rewards, schemas, [] if made is None else _columns(factory, made, form))
 
     def _first(self, factory: Callable[..., Any]) -> Any:
         """The class of what a function makes, or what its annotation says where it takes a row's columns. ValueError in
@@ -124,16 +127,22 @@ def _label(config: EnvironmentConfig, name: str) -> str:
     return f"environment.factory={config.factory}{f', {name!r},' if name != NAMELESS else ''}"
 
 
-def _check_constructor(made: type, label: str) -> None:
-    """ValueError for one that needs arguments: it is given none."""
+def _columns(factory: Callable[..., Any], made: Any, form: str) -> list[str]:
+    """That making one and opening an episode ask a row for."""
+    asked = [] if inspect.isclass(factory) else _needed(factory, bound=False)
+    if form != ACTIONS:
+        asked += _needed(made.rollout if form == PROGRAM else made.reset)
+    return [name for name in dict.fromkeys(asked) if name not in ("seed", "prompt", "base_url", "api_key")]
+
+
+def _needed(function: Callable[..., Any], *, bound: bool = True) -> list[str]:
+    """Its parameters without a default; `bound`: the first is the instance."""
     try:
-        parameters = inspect.signature(made).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
     except (ValueError, TypeError):
-        return  # of C: making one will tell
+        return []  # of C: calling it will tell
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
-    if needed:
-        raise ValueError(f"{label} needs {needed[0]!r} to be made: give a function that makes one")
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
 
 
 def _tools_of(made: Any) -> list[Callable[..., Any]]:

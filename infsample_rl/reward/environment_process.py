@@ -7,7 +7,8 @@ JSON, so that the host unpickles nothing a user's code could have made.
     host                                    this process
     EnvironmentConfig, functions    ->      those of reward.functions that may take environments, by name
                                     <-      {"pid": ..., "form": "tools", "tools": {NAME: [schema, ...]}, "rewards":
-                                            true}, whether any gives rewards itself, or {"error": "..."}
+                                            true, "columns": {NAME: ["answer", ...]}}, whether any gives rewards itself
+                                            and what a row must have, or {"error": "..."}
     a socket                        ->      a fork, which talks through it:
     ("reset", seed, columns, the prompt's messages, tools and token ids where they are what another asked for, else
     None, [], None)                 ->
@@ -66,7 +67,8 @@ def main(isolation: Isolation) -> None:
     except (ValueError, EOFError) as error:
         reply(replies, {"error": without_values(str(error))})
         os._exit(1)
-    reply(replies, {"pid": os.getpid(), "form": maker.form, "tools": maker.schemas, "rewards": maker.rewards})
+    told = {"form": maker.form, "tools": maker.schemas, "rewards": maker.rewards, "columns": maker.columns}
+    reply(replies, {"pid": os.getpid()} | told)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     _be_called(b"environments")
     with socket.socket(fileno=control) as host:

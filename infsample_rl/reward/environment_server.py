@@ -80,6 +80,7 @@ class EnvironmentServer:
             raise ValueError(started["error"])
         self.form: str = started["form"]
         self.rewards: bool = started["rewards"]
+        self.columns: dict[str, list[str]] = started["columns"]
         self.tools: dict[str, list[dict[str, Any]]] = started["tools"]
 
     def hand_over(self, line: socket.socket) -> None:

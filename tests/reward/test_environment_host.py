@@ -702,9 +702,10 @@ def test_what_reset_returns_is_text_in_every_process_the_same(file, said, openin
         other.close()
 
 
-def test_only_methods_are_tools(file):
+def test_only_methods_are_tools_and_a_row_must_have_what_reset_needs(file):
     host = EnvironmentHost(config_of(factory=f"{file}:Said"))
     try:
+        assert host.columns == {"": ["said", "function"]}
         assert [tool["function"]["name"] for tool in host.tools[""]] == ["echo"] and not host.rewards
     finally:
         host.close()

@@ -2,13 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.sources import load_problems
-from infsample_rl.reward.checks import check_columns, check_reward_functions
+from infsample_rl.reward.checks import check_columns, check_environment_columns, check_reward_functions
 from infsample_rl.reward.functions import component_names
 from infsample_rl.types import Prompt
 
@@ -102,7 +104,7 @@ def test_component_names_are_short_and_different(names, short):
     assert component_names([RewardFunctionConfig(name=name) for name in names]) == short
 
 
-def check_rows(tmp_path, rows, *names):
+def rows_of(tmp_path, rows, *names):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": "a"} | row) + "\n" for row in rows))
     data, model = DataConfig(source=str(tmp_path / "rows.jsonl")), ModelConfig(path="model")
     config = Config(data=data, model=model, reward=RewardConfig(functions=list(map(str, names))))
@@ -111,6 +113,11 @@ def check_rows(tmp_path, rows, *names):
         Prompt(prompt_index=0, row=one.row, messages=[], text="", token_ids=np.zeros(1), columns=one.columns)
         for one in problems
     ]
+    return config, prompts
+
+
+def check_rows(tmp_path, rows, *names):
+    config, prompts = rows_of(tmp_path, rows, *names)
     check_columns(config, check_reward_functions(config.reward), prompts)
 
 
@@ -139,6 +146,15 @@ def test_columns_that_a_function_needs_must_be_in_every_row(tmp_path, user_file,
         check_rows(tmp_path, rows, "think_format", name)
     text = message.replace("FOLDER", f"data.source={tmp_path}")
     assert str(caught.value).startswith(f"reward.functions: {name} needs the column ") and text in str(caught.value)
+
+
+def test_columns_that_an_environment_needs_must_be_in_every_row(tmp_path):
+    config, prompts = rows_of(tmp_path, [{"answer": "1"}, {"answer": "2", "secret": "3"}], "gsm8k")
+    config = replace(config, environment=EnvironmentConfig(factory="a.py:A"))
+    check_environment_columns(config, {"": ["answer"]}, prompts)
+    said = r"environment.factory=a.py:A needs the column 'secret', which 1 of 2 rows of data.source=.* lack \(rows 1\)"
+    with pytest.raises(ValueError, match=said):
+        check_environment_columns(config, {"": ["answer", "secret"]}, prompts)
 
 
 def test_columns_that_are_there_or_come_from_kwargs_pass(tmp_path, user_file):
