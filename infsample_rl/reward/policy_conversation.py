@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from infsample_rl.reward.policy_requests import Refused, parse_json
+
 Message = dict[str, Any]
 Tool = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,14 +28,6 @@ OF_TOKENS: dict[str, Any] = {
     **{"priority": 0, "stream": False},
 }
 OF_SAMPLING = {"stop_token_ids": None, "logprobs": 1, "skip_special_tokens": None, "detokenize": None, "n": 1}
-
-
-class Refused(Exception):
-    """What is wrong with a request, and its HTTP status."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Asked(NamedTuple):
@@ -228,17 +222,17 @@ def _read_message(place: int, message: Any) -> Message:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise Refused(f"messages[{place}].content must be text")
-    read = {"role": role, "content": content}
+    read, what = {"role": role, "content": content}, f"the arguments in messages[{place}]"
     try:
         if calls and role == "assistant":
             functions = [(call["id"], call["function"]) for call in calls]
             read["calls"] = [
-                {"id": number, "name": function["name"], "arguments": json.loads(function["arguments"])}
+                {"id": number, "name": function["name"], "arguments": parse_json(function["arguments"], what)}
                 for number, function in functions
             ]
         if role == "tool":
             read["call"] = str(message["tool_call_id"])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError):
         raise Refused(f"messages[{place}] has tool calls in another form than OpenAI's") from None
     return read
 

@@ -9,13 +9,27 @@ import queue
 import secrets
 import socket
 import socketserver
+import sys
 import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from infsample_rl.reward.policy_conversation import ROUTES, Asked, Conversation, PolicyTurn, Refused
+from infsample_rl.reward.policy_conversation import ROUTES, Asked, Conversation, PolicyTurn
+from infsample_rl.reward.policy_requests import (
+    MODELS,
+    Refused,
+    body_size,
+    list_models,
+    read_json,
+    reason_phrase,
+    refusal,
+)
 
 LARGEST_BODY = 1 << 24
+LINGER_S = 2.0  # for a client to read why its request is refused
 OVER = "the trajectory gets no further turn (environment.max_turns, rollout.max_new_tokens): return its reward"
 Reply = queue.SimpleQueue[dict[str, Any] | Refused]
 
@@ -49,30 +63,38 @@ class PolicyEndpoint:
             except Refused as error:
                 self._reply.put(error)
 
-    def respond(self, path: str, authorization: str, body: bytes, *, is_retry: bool) -> tuple[int, dict[str, Any]]:
-        """Status and JSON of a request, once the policy's turn is there. `is_retry`: of a client that did not wait."""
+    def models(self, path: str, authorization: str) -> dict[str, Any]:
+        """The JSON of a GET: the policy, as the only model. Refused as respond."""
+        self._admit(authorization)
+        if path != MODELS:
+            raise Refused(f"there is no GET {path}: GET {MODELS} and POST {' and '.join(ROUTES)} are all there is", 404)
+        return list_models("policy", None)
+
+    def respond(self, path: str, authorization: str, body: bytes, *, is_retry: bool) -> dict[str, Any]:
+        """The JSON of a POST, once the policy's turn is there. `is_retry`: of a client that did not wait. Refused for
+        who has not the key, and for what cannot be a turn."""
         reply: Reply = queue.SimpleQueue()
-        try:
-            if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):
-                raise Refused("the key is missing or another: give Authorization: Bearer API_KEY", 401)
-            if path not in ROUTES:
-                raise Refused(f"there is no {path}: {' and '.join(ROUTES)} are all there is", 404)
-            request = _read_json(body)
-            with self._lock:
-                conversation = self._conversations[path]
-                asked = conversation.read(request)
-                if not (is_retry and self._waits and asked == self._last):
-                    self._check(path, asked)
-                    self._path, self._last, self._waits = path, asked, True
-                    self.asked.put(conversation.ask(asked))
-                self._reply = reply
-            found = reply.get()
-            if isinstance(found, Refused):
-                raise found
-        except Refused as error:
-            said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.status}
-            return error.status, {"error": said}
-        return 200, found
+        self._admit(authorization)
+        if path not in ROUTES:
+            raise Refused(f"there is no {path}: {' and '.join(ROUTES)} are all there is", 404)
+        request = read_json(body)
+        with self._lock:
+            conversation = self._conversations[path]
+            asked = conversation.read(request)
+            if not (is_retry and self._waits and asked == self._last):
+                self._check(path, asked)
+                self._path, self._last, self._waits = path, asked, True
+                self.asked.put(conversation.ask(asked))
+            self._reply = reply
+        found = reply.get()
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def _admit(self, authorization: str) -> None:
+        """Refused for who has not the key."""
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):
+            raise Refused("the key is missing or another: give Authorization: Bearer API_KEY", 401)
 
     def _check(self, path: str, asked: Asked) -> None:
         """Refused where the trajectory cannot go on with it."""
@@ -104,38 +126,64 @@ class _Server(ThreadingHTTPServer):
         """Without HTTPServer's, which asks for this machine's name, maybe over a network."""
         socketserver.TCPServer.server_bind(self)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone away is none of this side's errors, whose traceback would be printed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"  # clients keep their connection
+    default_request_version = "HTTP/1.0"  # of a line that says none: 0.9 would have no status
     disable_nagle_algorithm = True  # head and body are sent apart
 
-    def do_POST(self) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
-        if size > LARGEST_BODY:
-            self.close_connection = True
-            return self._send(413, {"error": {"message": f"the body has {size} bytes, not at most {LARGEST_BODY}"}})
-        body, key = self.rfile.read(size), self.headers.get("Authorization") or ""
-        is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's client counts
-        self._send(*self.server.endpoint.respond(self.path, key, body, is_retry=is_retry))
+    def do_GET(self) -> None:
+        self._answer(lambda: self.server.endpoint.models(self.path, self._authorization))
 
-    def _send(self, status: int, found: dict[str, Any]) -> None:
+    def do_POST(self) -> None:
+        try:
+            size = body_size(self.headers.get("Content-Length"), LARGEST_BODY)
+        except Refused as error:
+            return self.send_error(error.status, str(error))
+        body = self.rfile.read(size)
+        is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's client counts
+        self._answer(lambda: self.server.endpoint.respond(self.path, self._authorization, body, is_retry=is_retry))
+
+    @property
+    def _authorization(self) -> str:
+        return self.headers.get("Authorization") or ""
+
+    def _answer(self, respond: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self._send(200, respond())
+        except Refused as error:
+            self._send(error.status, refusal(str(error), error.status, error.parameter), reason_phrase(str(error)))
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """For what is wrong with a request's HTTP, in JSON; where its body begins and ends is not known any more."""
+        said = message or HTTPStatus(code).phrase
+        self.close_connection = True
+        self._send(code, refusal(said, code), reason_phrase(said))
+        self._read_on()
+
+    def _send(self, status: int, found: dict[str, Any], phrase: str | None = None) -> None:
         text = json.dumps(found).encode()
-        self.send_response(status)
+        self.send_response(status, phrase)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(text)
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def _read_on(self) -> None:
+        """Until the client has closed: a connection closed with bytes unread takes back what it was sent."""
+        ends = time.monotonic() + LINGER_S
+        self.connection.settimeout(LINGER_S)
+        while time.monotonic() < ends and self.connection.recv(1 << 16):
+            pass
 
     def log_message(self, *_: Any) -> None:
         """Nothing: a line for every turn of every trajectory would say nothing."""
-
-
-def _read_json(body: bytes) -> dict[str, Any]:
-    try:
-        request = json.loads(body)
-    except ValueError:
-        raise Refused("the body must be JSON") from None
-    if not isinstance(request, dict):
-        raise Refused("the body must be a JSON object")
-    return request

@@ -79,6 +79,11 @@ def test_openais_client_plays():
     assert program.act("me") == Acted("And?", 0.0, False) and program.act("you") == Acted("", 1.0, True)
 
 
+def called(arguments):
+    """A turn that calls a tool."""
+    return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": arguments}}]}
+
+
 class Tries:
     """A first request, a second of the test's, and what that is answered."""
 
@@ -113,6 +118,10 @@ class Tries:
         (
             lambda url, key, said: post(url, key, [*said, {"role": "tool", "content": "4"}]),
             "400: messages[2] has tool calls in another form",
+        ),
+        (
+            lambda url, key, said: post(url, key, [*said, called("[" * 10_000), MORE]),
+            "400: the arguments in messages[2] must be JSON of at most 100 levels",
         ),
         (
             lambda url, key, said: post(url, key, [*said, {"role": "tool", "content": "4", "tool_call_id": "a"}]),
