@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import Future
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import openai
 import pytest
 import yaml
-from aiohttp import web
 
 from infsample_rl.commands.serve.__main__ import ServeOptions, build, main
+from infsample_rl.commands.serve.listening import serve
 from infsample_rl.commands.serve.parameters import SampleRequest, SamplingParameters
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue, Waiting
 from infsample_rl.commands.serve.server import Server
@@ -52,30 +54,30 @@ class Running:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=KEY, max_retries=0, timeout=60, **options)
 
 
-def start(server: Server) -> tuple[Running, asyncio.AbstractEventLoop]:
-    loop, ports = asyncio.new_event_loop(), Future[int]()
+def start(server: Server) -> tuple[Running, Callable[[], None]]:
+    """A server that answers, and what ends it."""
+    loop, listening = asyncio.new_event_loop(), socket.create_server(("127.0.0.1", 0))
+    task = loop.create_task(serve(server.app, listening))
 
-    async def listen():
-        runner = web.AppRunner(server.app, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ports.set_result(site._server.sockets[0].getsockname()[1])
+    def run():
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()
 
-    def serve():
-        loop.run_until_complete(listen())
-        loop.run_forever()
+    def stop():
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(60)
 
-    threading.Thread(target=serve, daemon=True).start()
-    return Running(server, f"http://127.0.0.1:{ports.result(timeout=60)}"), loop
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return Running(server, f"http://127.0.0.1:{listening.getsockname()[1]}"), stop
 
 
 @pytest.fixture(scope="module")
 def running(tiny_qwen3):
-    found, loop = start(build(str(tiny_qwen3), OPTIONS, [], KEY))
+    found, stop = start(build(str(tiny_qwen3), OPTIONS, [], KEY))
     yield found
-    found.server._queue.close()
-    loop.call_soon_threadsafe(loop.stop)
+    stop()
 
 
 def chat(running, **given):
@@ -226,6 +228,9 @@ class StandIn:
             waiting.completions.set_result([Completion(**arrays, **place)])
         return waiting
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.fixture
 def stand_in(running):
@@ -237,9 +242,9 @@ def stand_in(running):
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    found, loop = start(Server(served, queue))
+    found, stop = start(Server(served, queue))
     yield found, queue
-    loop.call_soon_threadsafe(loop.stop)
+    stop()
     served.tokenizer.chat_template = kept
 
 

@@ -15,10 +15,12 @@ seed gets the same answer in any company. Ctrl-C ends it. Exit codes: 0 done; 1 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,7 @@ from aiohttp import web
 
 from infsample_rl.commands.merge import load_policy_folder
 from infsample_rl.commands.run_settings import answering_config
+from infsample_rl.commands.serve.listening import serve
 from infsample_rl.commands.serve.request_queue import RequestQueue
 from infsample_rl.commands.serve.server import Served, Server
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
@@ -35,7 +38,6 @@ from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
 KEY = "INFSAMPLE_RL_SERVE_KEY"
 ADDRESS = "127.0.0.1"
-END_LIMIT_S = 5.0  # for answers that say that it ends
 
 
 @dataclass(kw_only=True)
@@ -85,9 +87,8 @@ def _run(arguments: list[str]) -> int:
     server = build(checkpoint, options, overrides, key)
     shown = f"the key of {KEY}" if own else f"key {key}"
     print(f"serving {server.name} on http://{ADDRESS}:{listening.getsockname()[1]}, {shown}", flush=True)
-    web.run_app(
-        server.app, sock=listening, print=None, handler_cancellation=True, access_log=None, shutdown_timeout=END_LIMIT_S
-    )
+    with suppress(web.GracefulExit, KeyboardInterrupt):
+        asyncio.run(serve(server.app, listening, handle_signals=True))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.config.fields import LEAST_TEMPERATURE
+from infsample_rl.reward.policy_requests import Refused
 
 MOST_SAMPLES = 1024  # of one request
 # what a client may send since it changes nothing: its value, or the values that are no wish
@@ -26,14 +27,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "include_stop_str_in_output": (False, None),
 }
-
-
-class RequestError(Exception):
-    """A request that is refused."""
-
-    def __init__(self, message: str, *, status: int = 400, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.parameter = status, parameter
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,10 @@ class SampleRequest:
 def read_parameters(
     given: Mapping[str, Any], prompt_ids: list[int], config: RolloutConfig, *, vocab_size: int, context: int | None
 ) -> SampleRequest:
-    """`given`: by the names of vLLM's sampling parameters; what is not in it is as in the run's settings. RequestError
+    """`given`: by the names of vLLM's sampling parameters; what is not in it is as in the run's settings. Refused
     for what is unknown, out of bounds or not served, and for a prompt that has no room for a response."""
     if not prompt_ids or not all(type(each) is int and 0 <= each < vocab_size for each in prompt_ids):
-        raise RequestError(f"the prompt must be ids from 0 to {vocab_size - 1}, at least one", parameter="token_ids")
+        raise Refused(f"the prompt must be ids from 0 to {vocab_size - 1}, at least one", parameter="token_ids")
     known = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "stop", "stop_token_ids", "logprobs"}
     for name, value in given.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
@@ -77,7 +70,7 @@ def read_parameters(
     top_k = _number(given, "top_k", config.top_k, low=-1, whole=True)
     room = config.max_new_tokens if context is None else min(config.max_new_tokens, context - len(prompt_ids))
     if room < 1:
-        raise RequestError(f"the prompt has {len(prompt_ids)} tokens, of a context of {context} for it and a response")
+        raise Refused(f"the prompt has {len(prompt_ids)} tokens, of a context of {context} for it and a response")
     temperature = _number(given, "temperature", config.temperature, low=0, high=10)
     if 0 < temperature < LEAST_TEMPERATURE:
         raise _refused("temperature", temperature, f"which must be 0 or >= {LEAST_TEMPERATURE}")
@@ -122,5 +115,5 @@ def _texts(given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _refused(name: str, value: Any, why: str) -> RequestError:
-    return RequestError(f"{name}={str(value)[:60]}, {why}", parameter=name)
+def _refused(name: str, value: Any, why: str) -> Refused:
+    return Refused(f"{name}={str(value)[:60]}, {why}", parameter=name)

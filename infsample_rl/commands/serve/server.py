@@ -15,12 +15,21 @@ from typing import Any
 import jinja2
 from aiohttp import web
 
-from infsample_rl.commands.serve.parameters import RequestError, SampleRequest, read_parameters
+from infsample_rl.commands.serve.listening import refused
+from infsample_rl.commands.serve.parameters import SampleRequest, read_parameters
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue
 from infsample_rl.config import Config
 from infsample_rl.data.rows import one_line
 from infsample_rl.data.turns import TurnTemplate, assistant_message
 from infsample_rl.model.tokenizer import response_text
+from infsample_rl.reward.policy_requests import (
+    MODELS,
+    Refused,
+    body_size,
+    list_models,
+    parse_json,
+    read_json,
+)
 from infsample_rl.types import Completion
 
 LARGEST_BODY = 64 << 20
@@ -51,7 +60,7 @@ class Server:
         self._served, self._queue, self.name = served, queue, served.name
         self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         self.app.on_shutdown.append(self._end)
-        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get(MODELS, self._models)
         self.app.router.add_post("/inference/v1/generate", self._generate)
         self.app.router.add_post("/v1/chat/completions", self._chat)
 
@@ -61,36 +70,37 @@ class Server:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         try:
             if not hmac.compare_digest(given.encode(), self._served.key.encode()):
-                raise RequestError("the key is missing or another: give Authorization: Bearer KEY", status=401)
+                raise Refused("the key is missing or another: give Authorization: Bearer KEY", status=401)
             return await handler(request)
-        except RequestError as error:
-            return _refusal(str(error), error.status, error.parameter)
+        except Refused as error:
+            return refused(str(error), error.status, error.parameter)
         except QueueFull:
-            return _refusal("as many requests wait as may: try again", 429, retry_after=RETRY_AFTER_S)
+            return refused("as many requests wait as may: try again", 429, headers={"Retry-After": str(RETRY_AFTER_S)})
+        except web.RequestPayloadError as error:
+            return refused(f"the body cannot be read: {one_line(error)}", 400)
         except web.HTTPException as error:
-            return _refusal(error.reason, error.status)
+            return refused(error.reason, error.status)
         except ValueError as error:
-            return _refusal(one_line(error), 400)
+            return refused(one_line(error), 400)
         except QueueClosed:
-            return _refusal("the server ends", 503)
+            return refused("the server ends", 503)
         except Exception as error:
-            return _refusal(f"it failed: {type(error).__name__}: {one_line(error)}", 500)
+            return refused(f"it failed: {type(error).__name__}: {one_line(error)}", 500)
 
     async def _end(self, _: web.Application) -> None:
         self._queue.close()
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "infsample_rl"}
-        return web.json_response({"object": "list", "data": [model | {"max_model_len": self._served.context}]})
+        return web.json_response(list_models(self._served.name, self._served.context))
 
     async def _generate(self, request: web.Request) -> web.Response:
         """Token ids in, token ids and log-probabilities out, as vLLM's route of this name."""
         body = await self._body(request, OF_GENERATE)
         if body.get("priority") not in (None, 0):
-            raise RequestError(f"priority={body['priority']}, but requests are served in line", parameter="priority")
+            raise Refused(f"priority={body['priority']}, but requests are served in line", parameter="priority")
         ids, given = body.get("token_ids"), body.get("sampling_params") or {}
         if not isinstance(ids, list) or not isinstance(given, dict):
-            raise RequestError("give token_ids, a list, and sampling_params, an object", parameter="token_ids")
+            raise Refused("give token_ids, a list, and sampling_params, an object", parameter="token_ids")
         completions = await self._sampled(self._read(given, ids))
         choices = [
             {
@@ -108,10 +118,10 @@ class Server:
         """Messages in, messages out, as OpenAI's chat completions; tool calls in the chat template's own form."""
         body = await self._body(request, OF_CHAT, others=True)
         if body.get("tool_choice") not in (None, "auto", "none"):
-            raise RequestError(f"tool_choice={body['tool_choice']}: no call can be forced", parameter="tool_choice")
+            raise Refused(f"tool_choice={body['tool_choice']}: no call can be forced", parameter="tool_choice")
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
         if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-            raise RequestError('tools must be {"type": "function", "function": {"name": ...}}', parameter="tools")
+            raise Refused('tools must be {"type": "function", "function": {"name": ...}}', parameter="tools")
         kwargs = {**self._served.config.data.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
         prompt_ids = self._render(body.get("messages"), tools, kwargs)
         template = TurnTemplate(self._served.tokenizer, kwargs, tools, self._served.stop_token_ids)
@@ -122,7 +132,7 @@ class Server:
             given.setdefault("max_tokens", given.pop("max_completion_tokens"))
         wants_logprobs = bool(given.get("logprobs"))
         if given.pop("top_logprobs", 0) not in (None, 0, 1):
-            raise RequestError("of each place the sampled token alone has a log-probability", parameter="top_logprobs")
+            raise Refused("of each place the sampled token alone has a log-probability", parameter="top_logprobs")
         asked = self._read(given, prompt_ids)
         completions = await self._sampled(asked)
         stops = [*self._served.config.rollout.stop_strings, *asked.parameters.stop]
@@ -160,7 +170,7 @@ class Server:
 
     def _render(self, messages: Any, tools: list[Any], kwargs: Mapping[str, Any]) -> list[int]:
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-            raise RequestError("give messages, a list of objects", parameter="messages")
+            raise Refused("give messages, a list of objects", parameter="messages")
         offered = {"tools": tools} if tools else {}
         try:
             text = self._served.tokenizer.apply_chat_template(
@@ -171,27 +181,22 @@ class Server:
                 **kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestError(f"the chat template refuses messages: {one_line(error)}", parameter="messages") from None
+            raise Refused(f"the chat template refuses messages: {one_line(error)}", parameter="messages") from None
         ids: list[int] = self._served.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     async def _body(self, request: web.Request, known: set[str], *, others: bool = False) -> Body:
-        """The request's JSON. RequestError for what is none, for another model, and for what nobody would read."""
-        try:
-            body = await request.json()
-        except ValueError as error:
-            raise RequestError(f"the body must be JSON: {one_line(error)}") from None
-        if not isinstance(body, dict):
-            raise RequestError("the body must be a JSON object")
+        """The request's JSON. Refused for what is none, for another model, and for what nobody would read."""
+        if "Transfer-Encoding" not in request.headers:  # else it comes in chunks that have their sizes
+            body_size(request.headers.get("Content-Length"), LARGEST_BODY)
+        body = read_json(await request.read())
         if body.get("model") not in (None, self._served.name):
-            raise RequestError(
-                f"model={body['model']} is not served: {self._served.name} is", status=404, parameter="model"
-            )
+            raise Refused(f"model={body['model']} is not served: {self._served.name} is", status=404, parameter="model")
         if body.get("stream"):
-            raise RequestError("stream=true, but answers come whole", parameter="stream")
+            raise Refused("stream=true, but answers come whole", parameter="stream")
         unknown = [name for name in body if name not in known]
         if unknown and not others:
-            raise RequestError(f"{unknown[0]} is unknown; known are {', '.join(sorted(known))}", parameter=unknown[0])
+            raise Refused(f"{unknown[0]} is unknown; known are {', '.join(sorted(known))}", parameter=unknown[0])
         return body
 
     def _read(self, given: Mapping[str, Any], prompt_ids: list[int]) -> SampleRequest:
@@ -219,7 +224,7 @@ def _as_template_takes(message: Body) -> Body:
     if isinstance(found.get("content"), list):
         parts = found["content"]
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            raise RequestError("a message's parts must be texts", parameter="messages")
+            raise Refused("a message's parts must be texts", parameter="messages")
         found["content"] = "".join(part.get("text", "") for part in parts)
     if found.get("content") is None:
         found["content"] = ""
@@ -227,7 +232,7 @@ def _as_template_takes(message: Body) -> Body:
         calls = [dict(call, function=dict(call["function"])) for call in found["tool_calls"]]
         for call in calls:
             if isinstance(call["function"].get("arguments"), str):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+                call["function"]["arguments"] = parse_json(call["function"]["arguments"] or "{}", "a call's arguments")
         found["tool_calls"] = calls
     return found
 
@@ -244,10 +249,3 @@ def _usage(prompt_ids: list[int], completions: list[Completion]) -> Body:
     sampled = sum(len(completion.token_ids) for completion in completions)
     counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": sampled}
     return counts | {"total_tokens": sum(counts.values())}
-
-
-def _refusal(message: str, status: int, parameter: str | None = None, retry_after: int | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": parameter, "code": status}
-    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-    return web.json_response({"error": error}, status=status, headers=headers)
