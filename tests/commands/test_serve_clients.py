@@ -13,6 +13,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.raw_http import BAD_SIZES, ask, give_up, head
+
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "infsample_rl" / "assets" / "kk_tiny" / "policy"
 VERIFIERS = ROOT / ".venv-verifiers" / "bin" / "python"
@@ -32,9 +34,17 @@ def served(tmp_path):
         yield re.search(r"http://127\.0\.0\.1:\d+", line)[0]
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+        assert (tmp_path / "log").read_text() == server.stdout.read() == "", "nothing that a client did is printed"
     finally:
         server.kill()
         server.wait()
+
+
+def test_whoever_reads_its_line_may_call_and_what_clients_do_wrong_is_not_printed(served):
+    for size, status in BAD_SIZES.items():
+        assert ask(served, head("/v1/chat/completions", KEY, size)).status == status
+    give_up(served, head("/v1/chat/completions", KEY, 100) + "{")
+    assert [model.id for model in openai.OpenAI(base_url=served + "/v1", api_key=KEY).models.list()] == ["kk"]
 
 
 @pytest.mark.slow

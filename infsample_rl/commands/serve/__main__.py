@@ -86,6 +86,7 @@ def _run(arguments: list[str]) -> int:
     key = own or secrets.token_urlsafe(24)
     server = build(checkpoint, options, overrides, key)
     shown = f"the key of {KEY}" if own else f"key {key}"
+    listening.listen()  # whoever reads the line may call
     print(f"serving {server.name} on http://{ADDRESS}:{listening.getsockname()[1]}, {shown}", flush=True)
     with suppress(web.GracefulExit, KeyboardInterrupt):
         asyncio.run(serve(server.app, listening, handle_signals=True))
