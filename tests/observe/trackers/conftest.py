@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +35,14 @@ def log_run():
     return log
 
 
+class Server(ThreadingHTTPServer):
+    """Says nothing of a client that breaks its connections off, as W&B's does when it ends."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class Recorder:
     """Answers what the W&B client asks, as one run of the project `infsample_rl`, and keeps every request."""
 
@@ -47,6 +56,9 @@ class Recorder:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
+                if self.path.startswith("/sdk/otel/"):  # of the client about itself, in protobuf
+                    self._body()
+                    return self._answer({})
                 body = json.loads(self._body() or "{}")
                 self._answer(recorder.query(body) if self.path.endswith("/graphql") else recorder.stream(body))
 
@@ -72,7 +84,7 @@ class Recorder:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
