@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -108,7 +109,7 @@ class EnvironmentServer:
         try:
             self._keeper.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
+            os.killpg(self._keeper.pid, signal.SIGKILL)
             self._keeper.wait()
         if self._keeper.stdout is not None:
             self._keeper.stdout.close()

@@ -1,11 +1,14 @@
 """Keeps one reward process: a small parent that never runs a function, counts memory, bounds output, and ends all that
 was started.
 
-    reward worker --pipe--> keeper --fork--> function process --> whatever a function starts
+    reward worker --pipe--> stand-in --fork--> keeper --fork--> function process --> whatever a function starts
 
 Every orphan below the keeper becomes its child (PR_SET_CHILD_SUBREAPER), so nothing that a function started, whatever
 session it is in and whatever signals it ignores, outlives the keeper's last act: killing its children until there are
 none. It acts when the function process ends, when SIGTERM tells it to, and when the worker's end of the pipe is gone.
+
+Ray kills the children of a worker that ends, before they could act. That is why the worker's child is a stand-in that
+waits for the keeper: when either is killed, the other ends all.
 """
 
 from __future__ import annotations
@@ -35,17 +38,28 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def main(settings: str, served: str = "infsample_rl.reward.function_process") -> None:
-    """Fork the function process and keep it; `settings` is an Isolation as JSON, `served` the module whose main() is
-    the process. Reads nothing: stdin and stdout are the function process's pipes."""
-    isolation = Isolation(**json.loads(settings))
+    """Fork the keeper and stand in for it; `settings` is an Isolation as JSON, `served` the module whose main() is the
+    function process. Reads nothing: stdin and stdout are the function process's pipes."""
+    _be_subreaper()
+    stand_in, keeper = os.getpid(), os.fork()
+    if keeper == 0:
+        _be_keeper(Isolation(**json.loads(settings)), served, stand_in)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper, signal.SIGTERM))
+    os.waitpid(keeper, 0)
+    _end_everything(keeper)
+
+
+def _be_keeper(isolation: Isolation, served: str, stand_in: int) -> None:
+    """Fork the function process, keep it, and say how it died."""
     hide_values_of(isolation.environment)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)  # the wake-up is what counts
-    if _LINUX:
-        prctl(SUBREAPER, 1)
+    _be_subreaper()
+    _end_with(stand_in, signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="infsample_rl_reward_") if isolation.level == "sandbox" else None
     output, written = os.pipe()
     keeper, child = os.getpid(), os.fork()
@@ -57,7 +71,7 @@ def main(settings: str, served: str = "infsample_rl.reward.function_process") ->
     died = _Keeper(isolation, child, woken, output).keep()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    _tell(died)
+    _tell(died if os.getppid() == stand_in else "its keeper was killed")
 
 
 def _become_function_process(isolation: Isolation, keeper: int, folder: str | None, written: int, served: str) -> None:
@@ -65,10 +79,7 @@ def _become_function_process(isolation: Isolation, keeper: int, folder: str | No
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
-    if _LINUX:
-        prctl(DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != keeper:  # it ended before the line above
-        os._exit(1)
+    _end_with(keeper, signal.SIGKILL)
     os.dup2(written, 2)
     os.close(written)
     if folder is not None:
@@ -76,6 +87,19 @@ def _become_function_process(isolation: Isolation, keeper: int, folder: str | No
         tempfile.tempdir = None
         isolation.write.append(folder)
     importlib.import_module(served).main(isolation)  # only here: the keeper stays small
+
+
+def _be_subreaper() -> None:
+    if _LINUX:
+        prctl(SUBREAPER, 1)
+
+
+def _end_with(parent: int, number: signal.Signals) -> None:
+    """Get this signal when the parent ends."""
+    if _LINUX:
+        prctl(DEATH_SIGNAL, number)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
 
 
 class _Keeper:

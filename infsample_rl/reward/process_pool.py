@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -119,7 +120,7 @@ class FunctionProcess:
         try:
             self._keeper.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:  # stopped, or its machine is: the function process ends with it
-            self._keeper.kill()
+            os.killpg(self._keeper.pid, signal.SIGKILL)
             self._keeper.wait()
 
     def _send(self, message: bytes, limit_s: float) -> None:

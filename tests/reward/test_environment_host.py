@@ -511,14 +511,20 @@ def test_a_process_that_begins_late_does_first_what_had_been_asked_before(host):
     host.end("late")
 
 
-@pytest.mark.parametrize("killed", ["the server", "its keeper"])
+def server_of(host):
+    [keeper] = psutil.Process(host._server._keeper.pid).children()
+    return keeper.children()[0]
+
+
+@pytest.mark.parametrize("killed", ["the server", "its keeper", "the keeper's stand-in"])
 def test_environments_whose_server_is_killed_go_on_in_another(file, killed, caplog):
     host = EnvironmentHost(config_of(factory=f"{file}:Game"))
     try:
         for number in range(2):
             asked(host, "act", "left", key=f"before {number}", end=False)
-            keeper = psutil.Process(host._server._keeper.pid)
-            os.kill((keeper if killed == "its keeper" else keeper.children()[0]).pid, signal.SIGKILL)
+            [server, keeper, stand_in] = [server_of(host), *server_of(host).parents()[:2]]
+            {"the server": server, "its keeper": keeper}.get(killed, stand_in).kill()
+            server.wait(20.0)
             assert asked(host, "act", "up", key="after")["said"] == "you said up"
             host.ask(f"before {number}", ("act", "down"))
             assert answers(host, 1)[f"before {number}"]["said"] == "you said down"
@@ -542,7 +548,7 @@ def test_a_file_that_is_broken_when_a_server_is_started_again_fails_what_needs_i
     host, text = EnvironmentHost(config_of(factory=f"{file}:Game")), file.read_text()
     try:
         file.write_text("import nothing_like_this")
-        [server] = psutil.Process(host._server._keeper.pid).children()
+        server = server_of(host)
         server.kill()
         server.wait()
         assert "nothing_like_this" in asked(host, "reward", [])["failed"]

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
@@ -137,6 +138,15 @@ def test_two_hundred_daemons_that_ignore_sigterm_end_with_their_function_process
     assert call(pool, how) == expected
     pool.close()
     assert len(list(tmp_path.iterdir())) == 200 and alive(tmp_path) == []
+
+
+@pytest.mark.parametrize("killed", ["the worker's child", "the keeper"])
+def test_daemons_end_where_the_keeper_or_its_stand_in_is_killed(open_pool, tmp_path, killed):
+    pool = open_pool("two_hundred", {"folder": str(tmp_path)})
+    assert call(pool) == (1.0, "")
+    [process] = pool._running
+    (psutil.Process(process.pid).parent() if killed == "the keeper" else process._keeper).kill()
+    assert alive(tmp_path) == []
 
 
 def test_a_flood_of_output_is_cut_and_said_and_the_reward_counts(open_pool, capfd):

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -18,7 +19,7 @@ from infsample_rl.learner.advantage import turn_advantages
 from tests.real_runs import kill_a_decoding_worker
 
 GAME = '''
-import json, random, time
+import json, os, random, subprocess, time
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -45,6 +46,26 @@ class Slow(Guess):
     def step(self, action):
         time.sleep(0.3)
         return super().step(action)
+
+
+def start_daemon(folder):
+    """One that is neither of this process's session nor its child, nor the intermediate process's."""
+    left = os.path.join(os.path.dirname(__file__), folder)
+    os.makedirs(left, exist_ok=True)
+    subprocess.run(f"sleep 600 & touch {left}/$!", shell=True, start_new_session=True)
+
+
+class Leaky(Slow):
+    """The same game, which leaves processes behind."""
+
+    def step(self, action):
+        start_daemon("of_rollout")
+        return super().step(action)
+
+
+def leaky(completions, **columns):
+    start_daemon("of_reward")
+    return [1.0] * len(completions)
 
 
 class Play(Guess):
@@ -335,3 +356,45 @@ def test_a_rollout_worker_that_is_killed_changes_no_bit(command, settings, plain
     kill_a_decoding_worker(command(run, *settings), run)
     assert differences(plain.folder, run) == []
     assert not (run / "turns").exists() and not (plain.folder / "turns").exists(), "needed by nobody any more"
+
+
+def daemons(folder: Path) -> list[str]:
+    """Ids of those of the processes that left theirs in `folder` that run."""
+    left = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return [pid for pid in left if psutil.pid_exists(int(pid))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ended", "number"),
+    [
+        ("nothing", None),
+        ("driver", signal.SIGKILL),
+        ("driver", signal.SIGINT),
+        ("rollout", signal.SIGKILL),
+        ("reward", signal.SIGKILL),
+    ],
+)
+def test_no_daemon_of_a_users_code_outlives_who_started_it(command, settings, tmp_path: Path, ended, number):
+    run, file = tmp_path / "run", tmp_path / "leaky.py"
+    file.write_text(GAME)
+    leaky = [f"environment.factory={file}:Leaky", f"reward.functions=[environment, {{name: '{file}:leaky'}}]"]
+    folders = [tmp_path / f"of_{role}" for role in ("rollout", "reward") if ended in ("nothing", "driver", role)]
+    target = Target(command(run, *settings[2:], *leaky, f"run.steps={2 if number is None else 100}"), run)
+    try:
+        while not all(map(daemons, folders)):
+            assert target.driver.poll() is None
+            time.sleep(0.1)
+        started = {pid for folder in folders for pid in daemons(folder)}
+        if number is None:
+            assert target.driver.wait(timeout=300) == 0
+        else:
+            send(next(pid for pid, roles in target.processes() if ended in roles), number)
+        deadline = time.monotonic() + 60.0
+        while left := {pid for folder in folders for pid in daemons(folder)}:
+            if ended in ("rollout", "reward") and not left & started:
+                break  # the run goes on, and has others
+            assert time.monotonic() < deadline, "a daemon lives on"
+            time.sleep(0.1)
+    finally:
+        target.end()
