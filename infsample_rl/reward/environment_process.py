@@ -50,7 +50,7 @@ from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
-from infsample_rl.reward.linux_sandbox import NAME, prctl
+from infsample_rl.reward.linux_sandbox import NAME, SUBREAPER, prctl
 from infsample_rl.reward.policy_conversation import Asked, Message, Tool
 from infsample_rl.reward.user_function import describe_error
 
@@ -63,7 +63,9 @@ def main(isolation: Isolation) -> None:
     try:
         isolate(isolation)
         config, functions, control = pickle.loads(requests.recv_bytes())
+        _adopt_orphans(True)  # a service that the file starts in the background outlives a trajectory
         maker = Maker(config, functions)
+        _adopt_orphans(False)
     except (ValueError, EOFError) as error:
         reply(replies, {"error": without_values(str(error))})
         os._exit(1)
@@ -91,6 +93,7 @@ class HostGone(Exception):
 def serve(host: socket.socket, maker: Maker) -> None:
     """Be the environment of one trajectory until the host is gone."""
     os.setsid()  # so that it is ended with all it starts
+    _adopt_orphans(True)  # those that the keeper has to adopt are of one that has ended
     _be_called(b"environment")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     made: Any = None
@@ -139,6 +142,11 @@ def _be_called(name: bytes) -> None:
     """As `top` shows it, and chaos finds it; a worker has the name of its phase there."""
     if sys.platform.startswith("linux"):
         prctl(NAME, name)
+
+
+def _adopt_orphans(is_on: bool) -> None:
+    if sys.platform.startswith("linux"):
+        prctl(SUBREAPER, int(is_on))
 
 
 def _read(host: socket.socket, size: int) -> bytes:

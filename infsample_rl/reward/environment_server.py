@@ -50,7 +50,7 @@ class EnvironmentServer:
         had."""
         own, functions = config.environment, environment_functions(config)
         files = [*own.files, *files_of(functions.values())]
-        isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
+        isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES, ends_orphans=True)
         path = sys.path
         if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
             path = package_path()

@@ -44,6 +44,7 @@ class Isolation:
     read: list[str]
     write: list[str]
     most_processes: int = 1000  # it and all below it, what earlier calls left behind among them
+    ends_orphans: bool = False  # else what a call started may run on beside later ones
 
 
 def isolation_of(reward: RewardConfig, files: Sequence[str]) -> Isolation:

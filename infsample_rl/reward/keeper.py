@@ -135,6 +135,8 @@ class _Keeper:
             died = self._reap()
             if not died and (told or 0 in events):
                 died = "ended by the worker"
+            if self._isolation.ends_orphans and _LINUX:
+                _end_orphans(self._child)
             if not died and self._isolation.level != "none":
                 died = self._above_limits()
         return died
@@ -199,14 +201,26 @@ def descendants(pid: int) -> list[int]:
     """Process ids of everything below `pid` (Linux). A chain of them may be longer than Python's stack is deep."""
     found, parents = dict[int, None](), [pid]
     while parents:
-        try:
-            tasks = [task.path for task in os.scandir(f"/proc/{parents.pop()}/task")]
-            children = [int(child) for task in tasks for child in Path(task, "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+        children = _children(parents.pop())
         parents += [child for child in children if child not in found]
         found |= dict.fromkeys(children)
     return list(found)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        tasks = [task.path for task in os.scandir(f"/proc/{pid}/task")]
+        return [int(child) for task in tasks for child in Path(task, "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # it has ended
+
+
+def _end_orphans(child: int) -> None:
+    """SIGKILL to what has become this process's child beside the one it forked, and to all below."""
+    for orphan in _children(os.getpid()):
+        for pid in [orphan, *descendants(orphan)] if orphan != child else []:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _held_bytes(pid: int, shared_once: bool = False) -> int:

@@ -24,6 +24,8 @@ from infsample_rl.types import EpisodeStart
 COUNTER = '''
 import asyncio, contextlib, json, os, subprocess, time
 
+subprocess.run("sleep 1233 &", shell=True, start_new_session=True)  # a service, for all trajectories
+
 
 class Counter:
     """TRL's form."""
@@ -67,7 +69,9 @@ class Counter:
                 if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}"):
                     with contextlib.suppress(OSError):
                         os.write(int(name), b'{"said": "anything"}\\n')
-        if how == "exit":
+        if how.startswith("daemon"):
+            subprocess.run("sleep 1234 &", shell=True, start_new_session=True)
+        if how.endswith("exit"):
             os._exit(3)
         if how == "hang":
             subprocess.Popen(["sleep", "1234"])
@@ -306,13 +310,20 @@ def answers(host, count, seconds=30.0):
     return found
 
 
-def sleeps(host):
-    """Whether something below the host still sleeps for 1,234 seconds."""
+def sleeps(host, seconds="1234"):
+    """Whether something below the host still sleeps for so long."""
     for child in psutil.Process(host._server._keeper.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
-            if "1234" in child.cmdline():
+            if seconds in child.cmdline():
                 return True
     return False
+
+
+def wait_until_none_sleeps(host):
+    deadline = time.monotonic() + 20.0
+    while sleeps(host):
+        assert time.monotonic() < deadline, "what a trajectory has started lives on after its end"
+        time.sleep(0.05)
 
 
 def asked(host, *request, key="one", target=5, end=True):
@@ -385,14 +396,22 @@ def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
         assert asked(host, "call", [("misbehave", {"how": "hang"})]) == {
             "failed": "timed out after 2 s (environment.timeout_s)"
         }
-        deadline = time.monotonic() + 20.0
-        while sleeps(host):
-            assert time.monotonic() < deadline, "what a call that was ended has started lives on"
-            time.sleep(0.05)
+        wait_until_none_sleeps(host)
         assert asked(host, "call", [("add", {"amount": 1})], key="two")["said"] == ["The total is 1."]
     finally:
         host.close()
     assert not psutil.pid_exists(host._server._keeper.pid) or not psutil.Process(host._server._keeper.pid).is_running()
+
+
+def test_a_daemon_ends_with_the_trajectory_that_started_it(host):
+    assert asked(host, "call", [("misbehave", {"how": "daemon"})], end=False)["said"] == ["daemon"]
+    time.sleep(1.0)  # the keeper has looked
+    assert sleeps(host)
+    host.end("one")
+    wait_until_none_sleeps(host)
+    assert asked(host, "call", [("misbehave", {"how": "daemon exit"})]) == {"failed": "its process ended"}
+    wait_until_none_sleeps(host)
+    assert sleeps(host, "1233"), "what the file itself has started is for all trajectories"
 
 
 def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
