@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 from infsample_rl.config import Config
+from infsample_rl.reward.environment_process import DIED
 from infsample_rl.reward.environment_server import EnvironmentServer
 from infsample_rl.reward.policy_conversation import Asked, are_ids, is_tool
 from infsample_rl.types import EpisodeStart, Request
@@ -43,7 +44,7 @@ class EnvironmentFailed(Exception):
 
 
 class ProcessEnded(EnvironmentFailed):
-    """Its process is gone, and said nothing."""
+    """Its process is gone."""
 
 
 @dataclass
@@ -191,7 +192,7 @@ class EnvironmentHost:
         except TimeoutError:
             raise self._too_late() from None
         except OSError:
-            raise ProcessEnded("its process ended") from None
+            pass  # it has ended: how is what there is to read
         return self._receive(episode)
 
     def _receive(self, episode: _Episode) -> dict[str, Any]:
@@ -226,6 +227,8 @@ class EnvironmentHost:
             read, ancillary = b"", []
         if not read:
             raise ProcessEnded("its process ended")
+        if read.startswith(DIED):  # alone: bytes of two processes never come together
+            raise ProcessEnded(f"its process died ({read[len(DIED) :].decode(errors='replace')})")
         for level, kind, data in ancillary:
             if not episode.pid and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 episode.pid = CREDENTIALS.unpack(data[: CREDENTIALS.size])[0]

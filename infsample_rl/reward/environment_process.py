@@ -26,6 +26,7 @@ JSON, so that the host unpickles nothing a user's code could have made.
     ("reward", messages)            ->      all that was said after the prompt
                                     <-      {"reward": 1.0, "functions": {NAME: 1.0}, "reported": {"NAME/KEY": 1.0}},
                                             null where the environment has none, or a function leaves it out
+                                    <-      DIED, "exit code 3", no end of a line: of a fork that has ended by itself
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import json
 import os
 import pickle
 import random
+import select
 import signal
 import socket
 import struct
@@ -50,10 +52,12 @@ from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
+from infsample_rl.reward.keeper import how_ended
 from infsample_rl.reward.linux_sandbox import NAME, SUBREAPER, prctl
 from infsample_rl.reward.policy_conversation import Asked, Message, Tool
 from infsample_rl.reward.user_function import describe_error
 
+DIED = b"\0"  # in no line of JSON
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
 
 
@@ -71,19 +75,46 @@ def main(isolation: Isolation) -> None:
         os._exit(1)
     told = {"form": maker.form, "tools": maker.schemas, "rewards": maker.rewards, "columns": maker.columns}
     reply(replies, {"pid": os.getpid()} | told)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     _be_called(b"environments")
+    lines = dict[int, int]()  # of every fork, to the host
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up is what counts
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(woken, select.POLLIN)
     with socket.socket(fileno=control) as host:
         while True:
+            events = dict(poll.poll())
+            if woken in events:
+                os.read(woken, 1 << 12)
+                _bury(lines)
+            if control not in events:
+                continue
             _, handed, _, _ = socket.recv_fds(host, 1, 1)
             if not handed:
                 os._exit(0)
-            if os.fork() == 0:
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
                 host.close()
                 requests.close()
-                os.close(replies)
+                for descriptor in (woken, wake, replies, *lines.values()):
+                    os.close(descriptor)
                 serve(socket.socket(fileno=handed[0]), maker)
-            os.close(handed[0])
+            lines[pid] = handed[0]
+
+
+def _bury(lines: dict[int, int]) -> None:
+    """Whatever has ended; the host is told how."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            line = lines.pop(ended[0], None)
+            if line is not None:
+                how = how_ended(os.waitstatus_to_exitcode(ended[1]))
+                with contextlib.suppress(OSError), socket.socket(fileno=line) as host:  # it may have closed its end
+                    host.send(DIED + how.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 class HostGone(Exception):

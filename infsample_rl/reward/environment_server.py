@@ -50,7 +50,12 @@ class EnvironmentServer:
         had."""
         own, functions = config.environment, environment_functions(config)
         files = [*own.files, *files_of(functions.values())]
-        isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES, ends_orphans=True)
+        isolation = replace(
+            isolation_of(config.reward, files),
+            most_processes=MOST_PROCESSES,
+            ends_orphans=True,
+            held="an environment",
+        )
         path = sys.path
         if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
             path = package_path()
@@ -75,7 +80,7 @@ class EnvironmentServer:
             self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
             self._keeper.stdin.close()
             self._requests.send_bytes(pickle.dumps((own, functions, theirs.fileno())))
-        started = self._read_start()
+        started = self._read_start(", ".join(dict.fromkeys(files)))
         if "error" in started:
             self.close()
             raise ValueError(started["error"])
@@ -114,7 +119,7 @@ class EnvironmentServer:
         if self._keeper.stdout is not None:
             self._keeper.stdout.close()
 
-    def _read_start(self) -> dict[str, Any]:
+    def _read_start(self, files: str) -> dict[str, Any]:
         """What it says once it has imported everything."""
         assert self._keeper.stdout is not None
         deadline, text = time.monotonic() + START_LIMIT_S, b""
@@ -122,10 +127,12 @@ class EnvironmentServer:
             left = deadline - time.monotonic()
             if left <= 0 or not wait([self._keeper.stdout.fileno()], left):
                 self.close()
-                raise ValueError(f"environment: importing it did not end in {START_LIMIT_S:.0f} s")
+                raise ValueError(f"environment: importing {files} did not end in {START_LIMIT_S:.0f} s")
             read = os.read(self._keeper.stdout.fileno(), 1 << 16)
             if not read:
-                return {"error": "environment: the process that imports it died"}
+                return {"error": f"environment: the process that imports {files} died"}
             text += read
         found: dict[str, Any] = json.loads(text.lstrip(b"\n").split(b"\n")[0])
-        return found if "died" not in found else {"error": f"environment: its process died ({found['died']})"}
+        if "died" in found:
+            return {"error": f"environment: the process that imports {files} died ({found['died']})"}
+        return found

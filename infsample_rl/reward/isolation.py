@@ -45,6 +45,7 @@ class Isolation:
     write: list[str]
     most_processes: int = 1000  # it and all below it, what earlier calls left behind among them
     ends_orphans: bool = False  # else what a call started may run on beside later ones
+    held: str = "a reward function"  # for messages
 
 
 def isolation_of(reward: RewardConfig, files: Sequence[str]) -> Isolation:

@@ -146,7 +146,7 @@ class _Keeper:
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)  # there always is a child: the function process
             if pid == self._child:
-                return _how(os.waitstatus_to_exitcode(status))
+                return how_ended(os.waitstatus_to_exitcode(status))
             if pid == 0:
                 return ""
 
@@ -174,8 +174,8 @@ class _Keeper:
     def _say_what_was_left_out(self) -> None:
         if self._left_out:
             _write(
-                f"\n[{self._left_out:,} bytes that a reward function printed are left out: {OUTPUT_BYTES:,} are shown "
-                "in a minute]\n"
+                f"\n[{self._left_out:,} bytes that {self._isolation.held} printed are left out: {OUTPUT_BYTES:,} are "
+                "shown in a minute]\n"
             )
         self._left_out = 0
 
@@ -253,7 +253,8 @@ def _end_everything(child: int) -> None:
         time.sleep(0.002)
 
 
-def _how(code: int) -> str:
+def how_ended(code: int) -> str:
+    """Of an exit code as os.waitstatus_to_exitcode() gives it: "exit code 3", "killed by SIGKILL"."""
     names = {number.value: number.name for number in signal.Signals}
     return f"exit code {code}" if code >= 0 else f"killed by {names.get(-code, f'signal {-code}')}"
 

@@ -22,7 +22,7 @@ from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart
 
 COUNTER = '''
-import asyncio, contextlib, json, os, subprocess, time
+import asyncio, contextlib, json, os, signal, subprocess, time
 
 subprocess.run("sleep 1233 &", shell=True, start_new_session=True)  # a service, for all trajectories
 
@@ -73,6 +73,8 @@ class Counter:
             subprocess.run("sleep 1234 &", shell=True, start_new_session=True)
         if how.endswith("exit"):
             os._exit(3)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
             subprocess.Popen(["sleep", "1234"])
             time.sleep(1234)
@@ -375,11 +377,12 @@ def test_what_a_tool_does_wrong_is_said_to_the_model(host, how, said):
     assert len(reply["said"][0]) <= 1 << 20 and (how != "long" or reply["said"][0].endswith("end"))
 
 
-def test_a_process_that_ends_costs_its_own_episode(host):
+@pytest.mark.parametrize(("how", "said"), [("exit", "exit code 3"), ("killed", "killed by SIGKILL")])
+def test_a_process_that_ends_says_how_and_costs_its_own_episode(host, how, said):
     host.open("other", EpisodeStart(1, {"target": 3}))
     host.ask("other", ("call", [("add", {"amount": 3})]))
     assert answers(host, 1)["other"]["said"] == ["The total is 3."]
-    assert asked(host, "call", [("misbehave", {"how": "exit"})]) == {"failed": "its process ended"}
+    assert asked(host, "call", [("misbehave", {"how": how})]) == {"failed": f"its process died ({said})"}
     host.ask("other", ("reward", []))
     assert answers(host, 1)["other"] == {"reward": 1.0, "functions": {}, "reported": {}}
     host.end("other")
@@ -409,9 +412,16 @@ def test_a_daemon_ends_with_the_trajectory_that_started_it(host):
     assert sleeps(host)
     host.end("one")
     wait_until_none_sleeps(host)
-    assert asked(host, "call", [("misbehave", {"how": "daemon exit"})]) == {"failed": "its process ended"}
+    assert asked(host, "call", [("misbehave", {"how": "daemon exit"})])["failed"] == "its process died (exit code 3)"
     wait_until_none_sleeps(host)
     assert sleeps(host, "1233"), "what the file itself has started is for all trajectories"
+
+
+def test_output_that_is_cut_is_said_to_be_an_environments(file, capfd):
+    host = EnvironmentHost(config_of(factory=f"{file}:Counter"))
+    asked(host, "call", [("misbehave", {"how": "print"})])
+    host.close()
+    assert "bytes that an environment printed are left out" in capfd.readouterr().err
 
 
 def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
@@ -832,6 +842,12 @@ def test_what_cannot_be_is_one_line(file, settings, said):
     with pytest.raises(ValueError) as error:
         EnvironmentHost(config_of(**given))
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_ends_the_process_that_imports_it_is_named(tmp_path):
+    (tmp_path / "ends.py").write_text("import os\nos._exit(4)\n")
+    with pytest.raises(ValueError, match=r"^environment: the process that imports .*/ends.py died \(exit code 4\)$"):
+        EnvironmentHost(config_of(factory=f"{tmp_path}/ends.py:Game"))
 
 
 def test_an_interpreter_that_is_not_there_is_one_line(file):
