@@ -4,27 +4,66 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.config.overrides import ConfigError, config_folder, setting_names
+from infsample_rl.config.fields import default_of
+from infsample_rl.config.overrides import SECTIONS, ConfigError, choices, config_folder, setting_names
 
-PACKAGE_LINE = "# @package _global_"
+IS_GLOBAL = "@package _global_"  # in a comment, as Hydra reads it
+PACKAGE_LINE = f"# {IS_GLOBAL}"
 
 
 def check_experiments(overrides: list[str], config_dir: str | None) -> None:
-    """ConfigError for an experiment of the user's whose settings would be lost, since PACKAGE_LINE is not in it."""
+    """ConfigError for an experiment of the user's that Hydra would misread, or refuse in words of its own."""
     for name in (override.partition("=")[2] for override in overrides if override.startswith("+experiment=")):
         path = Path(config_dir or ".") / "experiment" / f"{name}.yaml"
-        if config_dir is not None and path.is_file() and "@package _global_" not in path.read_text():
+        if config_dir is None or not path.is_file():
+            continue
+        content = _content(path)
+        if content is None:
+            content = {}
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path} must be sections of settings, got a {type(content).__name__}")
+        if IS_GLOBAL not in path.read_text():
             raise ConfigError(f"{path}: the first line must be `{PACKAGE_LINE}`, or none of its settings counts")
+        for section in SECTIONS.keys() & content.keys():
+            _check_section(section, content[section], path)
+        for entry in content.get("defaults") or []:
+            _check_default(entry, path, choices(config_dir))
 
 
-def where_written(name: str, config_dir: str | None) -> str:
-    """ " (in FILE)" of the user's own files that write `name`; empty where none does."""
+def _check_section(section: str, given: Any, path: Path) -> None:
+    """ConfigError for a section, or a list in it, that is something else."""
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError(f"{section} must be a section of settings, got {given!r} (in {path})")
+    lists = {spec.name for spec in fields(SECTIONS[section]) if isinstance(default_of(spec), list)}
+    for key, value in (given or {}).items():
+        if key in lists and not isinstance(value, list) and "${" not in str(value):
+            raise ConfigError(f"{section}.{key} must be a list, got {value!r} (in {path})")
+
+
+def _check_default(entry: Any, path: Path, known: dict[str, list[str]]) -> None:
+    """ConfigError for a choice that does not override the one that is made already, or is none."""
+    for group, choice in entry.items() if isinstance(entry, dict) else ():
+        name = str(group).removeprefix("override ").lstrip("/ ")
+        if name not in known:
+            continue
+        if group != f"override /{name}":
+            raise ConfigError(f"{path}: its defaults must say `override /{name}: {choice}`, got `{group}: {choice}`")
+        if isinstance(choice, str) and choice not in known[name]:
+            raise ConfigError(f"{path}: {group}: {choice}: there is no such choice; there are {', '.join(known[name])}")
+
+
+def where_written(name: str, overrides: list[str], config_dir: str | None) -> str:
+    """ " (in FILE)" of the user's own files that write `name`, a setting or what stands beside sections; those that
+    overrides choose, if any does. Empty where none does."""
     files = [] if config_dir is None else sorted(Path(config_dir).rglob("*.yaml"))
-    found = [str(path) for path in files if name in _settings_in(path)]
-    return f" (in {', '.join(found)})" if found else ""
+    found = [path for path in files if name in _settings_in(path) | _top_of(path)]
+    chosen = {override.partition("=")[2] for override in overrides}
+    found = [path for path in found if path.stem in chosen] or found
+    return f" (in {', '.join(map(str, found))})" if found else ""
 
 
 def where_set(message: str, overrides: list[str], choices: dict[str, str], config_dir: str | None) -> str:
@@ -59,10 +98,16 @@ def _files_of(group: str, choice: str, folders: list[Any]) -> Iterator[Path]:
 def _settings_in(path: Path) -> set[str]:
     """Names of all settings that a file gives; none of one that is missing or no YAML."""
     content = _content(path)
-    sections = content if content and "@package _global_" in path.read_text() else {path.parent.name: content}
+    sections = content if content and IS_GLOBAL in path.read_text() else {path.parent.name: content}
     if not isinstance(sections, dict):
         return set()
     return {f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, dict) for key in keys}
+
+
+def _top_of(path: Path) -> set[str]:
+    """What a file of whole settings has at its top: sections, and what is none."""
+    content = _content(path)
+    return set(map(str, content)) if isinstance(content, dict) and IS_GLOBAL in path.read_text() else set()
 
 
 def _content(path: Path) -> Any:

@@ -65,13 +65,33 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
             choices = dict(composed.hydra.runtime.choices)
-            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(composed, list(SECTIONS)), resolve=True)
-            return settings, choices
+            own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+            _check_sections(own, overrides, config_dir)
+            settings: Any = OmegaConf.to_container(own, resolve=True)
+            return {name: settings[name] for name in SECTIONS}, choices
     except (HydraException, OmegaConfBaseException) as error:
         line = _one_line(error)
-        raise ConfigError(line + where_written(line.split(" ")[0].rstrip(":"), config_dir)) from None
+        raise ConfigError(line + where_written(line.split(" ")[0].rstrip(":"), overrides, config_dir)) from None
     except yaml.YAMLError as error:
         raise ConfigError("a file of the config folders is not YAML: " + " ".join(str(error).split())) from None
+
+
+def _check_sections(composed: Any, overrides: list[str], config_dir: str | None) -> None:
+    """ConfigError for a section that is empty, and for what is none: Hydra composes it, and nothing would read it. A
+    name that values refer to, as ${name}, is a user's own."""
+    from omegaconf import DictConfig, OmegaConf
+
+    written = OmegaConf.to_yaml(composed)
+    for section in map(str, composed):
+        where = where_written(section, overrides, config_dir)
+        if section in SECTIONS and composed[section] is None:
+            raise ConfigError(f"{section} is empty{where}: write a setting below it, or leave it out")
+        if section not in SECTIONS and not re.search(rf"\${{{re.escape(section)}[}}.\[]", written):
+            name, node = section, composed._get_node(section)
+            while isinstance(node, DictConfig) and len(node) > 0:
+                key = str(next(iter(node)))
+                name, node = f"{name}.{key}", node._get_node(key)
+            raise ConfigError(not_a_setting(name, config_dir) + where)
 
 
 @functools.cache

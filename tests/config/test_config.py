@@ -595,6 +595,22 @@ OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
             OWN + "rollout: {temperature: 20}",
             "rollout.temperature must be <= 10, got 20.0; the nearest that works is 10; {} sets",
         ),
+        (OWN + "num_generations: 8", "--cfg job prints all) (in {})"),
+        (
+            OWN + "rolout: {group_size: 8}",
+            "rolout.group_size is not a setting; did you mean rollout.group_size? (in {})",
+        ),
+        (
+            OWN + "actor_rollout_ref: {rollout: {n: 8}}",
+            "actor_rollout_ref.rollout.n is not a setting; sections are",
+        ),
+        (OWN + "rollout:", "rollout is empty (in {}): write a setting below it, or leave it out"),
+        (OWN + "rollout: 8", "rollout must be a section of settings, got 8 (in {})"),
+        (OWN + "reward: {functions: kk}", "reward.functions must be a list, got 'kk' (in {})"),
+        ("- a", "{} must be sections of settings, got a list"),
+        (OWN + "defaults: [{model: kk_tiny}]", "{}: its defaults must say `override /model: kk_tiny`, got `model: kk"),
+        (OWN + "defaults: [{override model: kk_tiny}]", "must say `override /model: kk_tiny`, got `override model: kk"),
+        (OWN + "defaults: [{override /model: kk}]", "{}: override /model: kk: there is no such choice; there are"),
         (OWN + "rollout:\n slots: 3\n  x: 4", 'mapping values are not allowed here in "{}", line 6'),
     ],
 )
@@ -605,6 +621,22 @@ def test_a_mistake_in_ones_own_file_names_the_file(text, said, tmp_path):
     with pytest.raises(ConfigError) as refused:
         load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
     assert said.format(path) in str(refused.value)
+
+
+def test_a_mistake_is_blamed_on_the_file_that_was_chosen(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    for name in ("mine", "other"):
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(OWN + "rollout: {grop_size: 8}")
+    with pytest.raises(ConfigError, match=r"group_size\? \(in [^,]*mine.yaml\)$"):
+        load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
+
+
+def test_a_name_that_values_refer_to_is_ones_own(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = OWN + "size: 4\nsteps: {few: 3}\nrollout: {group_size: '${size}'}\nrun: {steps: '${steps.few}'}"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    config = load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
+    assert (config.rollout.group_size, config.run.steps) == (4, 3)
 
 
 def test_what_the_experiment_that_another_is_made_of_sets_is_its_own(tmp_path):

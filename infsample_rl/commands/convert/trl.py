@@ -27,6 +27,7 @@ from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
+OWN_TRAINER = "Trainer"  # a class of the script's own
 REWARDED = "get_reward of environment_factory"  # among its settings: whether there is one
 COLUMNS = "rows that the script makes"  # among its settings, until they are in a file
 TRAINER = ("model", "reward_funcs", "args", "train_dataset")
@@ -131,6 +132,10 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     if script is None:
         return given, []
     record = trainer_of(script, words[start:], given)
+    trainer = record["trainer"]["name"].rpartition(".")[2].removesuffix("()")
+    if trainer not in ("GRPOTrainer", OWN_TRAINER):
+        rloo = "; objective=rloo is RLOO here" if trainer == "RLOOTrainer" else ""
+        raise ValueError(f"{script.name}: its trainer is {trainer}, and settings are read of GRPOTrainer alone{rloo}")
     made, code = _made(record["trainer"])
     own = [name for name in record["own"] if not SECRET.search(name)]  # a key stays behind, and is told of
     given = {name: value for name, value in given.items() if name not in own}

@@ -353,6 +353,15 @@ def test_what_a_script_makes_in_its_main_is_kept(convert, refused, tmp_path, mon
     }
 
 
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [("RLOO", "RLOOTrainer, and settings are read of GRPOTrainer alone; objective=rloo"), ("SFT", "SFTTrainer, and")],
+)
+def test_another_trainer_is_refused(refused, trainer, said):
+    script = ENVIRONMENT.replace("GRPO", trainer)
+    assert f"play.py: its trainer is {said}" in refused("trl", "play.py", script, "--dataset_name", "c/d")
+
+
 def test_a_trainer_of_the_scripts_own_is_read_and_told_of(convert):
     own = OPENENV.replace("if __name__", "class Mine(GRPOTrainer):\n    def compute_loss(self): ...\n\nif __name__")
     found = convert("trl", "count.py", own.replace('GRPOTrainer("a/b"', 'Mine("a/b"'), "--dataset_name", "c/d")
