@@ -104,6 +104,11 @@ def _names(path: Path) -> list[str]:
         return list(file.keys())
 
 
+def _shapes(path: Path) -> dict[str, list[int]]:
+    with safe_open(path, "pt") as file:
+        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}
+
+
 def _chunks(start: int, stop: int, shape: torch.Size) -> list[tuple[int, int]]:
     """Rows start to stop in runs of about CHUNK_ELEMENTS."""
     rows = max(1, CHUNK_ELEMENTS // max(1, shape[1:].numel()))
@@ -127,17 +132,18 @@ def _converted(lm: PreTrainedModel, stored: Iterable[str]) -> str | None:
 
 
 def check_weights(model: ModelConfig) -> list[str]:
-    """Whether model.path's safetensors files hold every weight; ValueError in one line where one is damaged or lacks
-    some. Returns a warning where they hold more. What only loading can tell is not said, and nothing is fetched."""
+    """Whether model.path's safetensors files hold every weight, in its shape; ValueError in one line where one is
+    damaged, or a weight is not as config.json says. Returns a warning where they hold more. What only loading can tell
+    is not said, and nothing is fetched."""
     where: dict[str, Any] = {"local_files_only": True}
     try:
         lm = _empty_model(model, model.path, torch.float32, where)
-        files = {name for path in _weight_files(model.path, where) for name in _names(path)}
+        shapes = {name: shape for path in _weight_files(model.path, where) for name, shape in _shapes(path).items()}
     except SafetensorError as error:
         raise ValueError(not_found("model.path", model.path, "weights", error)) from None
     except (ValueError, OSError, RuntimeError, AttributeError, KeyError, TypeError):  # a model unlike those known
         return []
-    groups = _names_of(lm).values()
+    groups, files, own = _names_of(lm).values(), set(shapes), lm.state_dict()
     prefixed = {name.removeprefix(f"{lm.base_model_prefix}.") for names in groups for name in names}
     if _converted(lm, files) is not None or files & (prefixed - set().union(*groups)):  # of a model without its head
         return []
@@ -145,7 +151,11 @@ def check_weights(model: ModelConfig) -> list[str]:
     missing = _without(lacks, lm._keys_to_ignore_on_load_missing)
     if missing:
         raise ValueError(lacking(model.path, missing))
-    more = _without(sorted(files.difference(lm.state_dict())), lm._keys_to_ignore_on_load_unexpected)
+    for name in sorted(files.intersection(names[0] for names in groups)):  # others are tied to it
+        if shapes[name] != list(own[name].shape):
+            asked = f"its config.json asks for {list(own[name].shape)}"
+            raise ValueError(f"model.path={model.path}: {name} is {shapes[name]} in its files, {asked}")
+    more = _without(sorted(files.difference(own)), lm._keys_to_ignore_on_load_unexpected)
     if not more:
         return []
     others = f" and {len(more) - 1} more" if more[1:] else ""

@@ -1,6 +1,7 @@
 """A rank reads the slices of its own shards: bitwise the weights of the whole model, or the whole model is loaded."""
 
 import importlib.util
+import json
 import re
 import shutil
 import socket
@@ -154,6 +155,15 @@ def test_files_that_lack_weights_are_refused_not_completed_with_random_numbers(
     with pytest.raises(ValueError, match=re.escape(lacks)):
         load_policy(tools.make_config(path, learner=LEARNER, ranks=2), torch.device("cpu"), None, in_slices=in_slices)
     with pytest.raises(ValueError, match=re.escape(lacks)):
+        check_weights(ModelConfig(path=path))
+
+
+def test_weights_of_another_shape_than_the_config_says_are_refused(untied_policy, tmp_path):
+    path = copied(untied_policy, tmp_path / "model", lambda tensors: None)
+    config = Path(path, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 40}))
+    said = r"model.layers.0.mlp.down_proj.weight is \[\d+, \d+\] in its files, its config.json asks for \[\d+, 40\]"
+    with pytest.raises(ValueError, match=said):
         check_weights(ModelConfig(path=path))
 
 
