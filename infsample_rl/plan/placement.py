@@ -192,7 +192,10 @@ def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
     wanted = " + ".join(_group_text(group, group.count) for group in groups)
     absent = ", ".join(_group_text(group, group.count - places[group.role]) for group in missing)
     fewer = _fewer(config, nodes, places)
-    without = [f"cluster.{group.role}_gpus=0" for group in groups if group.gpus > 0]
+    roles = [group.role for group in groups if group.gpus > 0]
+    if config.cluster.colocate and "learner" in roles:  # rollout is in its processes, and has its setting
+        roles.insert(0, "rollout")
+    without = [f"cluster.{role}_gpus=0" for role in roles]
     ways = []
     if _fits(config, [node.empty() for node in nodes]):
         ways.append("it fits once other work on these nodes has ended")

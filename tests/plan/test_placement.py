@@ -115,6 +115,14 @@ def test_too_few_gpus_name_what_is_wanted_there_missing_and_the_way_without():
     assert refusal(config, [node("this machine", 4, 3)]) is None
 
 
+def test_the_way_without_gpus_is_one_that_can_be_gone_also_where_processes_are_shared():
+    shared = ["objective=no_kl", "cluster.colocate=true"]
+    gpus = ["cluster.learner_gpus=1", "cluster.rollout_gpus=1"]
+    said = refusal(load_config([*shared, *gpus]), [node("a", 16)])
+    assert said.endswith("without a GPU: cluster.rollout_gpus=0 cluster.learner_gpus=0")
+    load_config([*shared, *gpus, "cluster.rollout_gpus=0", "cluster.learner_gpus=0"])
+
+
 def test_fewer_workers_are_proposed_where_some_fit():
     config = load_config(["objective=no_kl", "cluster.rollout_workers=8", "cluster.learner_ranks=1"])
     problem = refusal(config, [node("a", 2), node("b", 4)])

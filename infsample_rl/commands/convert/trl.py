@@ -86,7 +86,7 @@ WITHOUT_EFFECT = (
 def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of TRL's, and for what is missing."""
     given, code = _read(path, arguments)
-    columns, own = given.pop(COLUMNS, None), Path(f"{path.stem}_rows.jsonl")
+    columns, own = given.pop(COLUMNS, None), Path(f"{path.stem}_rows.jsonl").absolute()
     rows = [line for line in code if line.startswith("train_dataset.")]
     if rows and not given.get("dataset_name"):
         raise ValueError(f"{path.name}: {rows[-1]}, here by --dataset_name rows.jsonl behind it")

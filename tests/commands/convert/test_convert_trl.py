@@ -330,6 +330,7 @@ def test_what_a_script_makes_in_its_main_is_kept(convert, refused, tmp_path, mon
         "rollout.group_size": 4,
     }
     assert found.has(expected) == expected and found.code == 0 and found.functions() == [("echo.py:reward", 1.0)]
+    assert f'source: "{tmp_path}/echo_rows.jsonl"' in found.text  # whatever folder it is read in
     row = {"prompt": [{"role": "user", "content": "Say it."}], "env": "a"}
     rows = [json.loads(line) for line in (tmp_path / "echo_rows.jsonl").read_text().splitlines()]
     assert rows == [row, row]
