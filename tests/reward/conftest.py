@@ -35,6 +35,9 @@ def no_list(completions, **columns):
 def no_score(data_source, solution_str, ground_truth, extra_info):
     return {"acc": 1.0}
 
+def needs_question(completions, question):
+    return [1.0] * len(completions)
+
 def needs_level(completions, level):
     return [1.0] * len(completions)
 

@@ -135,6 +135,7 @@ def check_rows(tmp_path, rows, *names):
             [{"level": 1}],
             "'answer', which no row of FOLDER/rows.jsonl has; the columns are level; data.answer_field",
         ),
+        ("FILE:needs_question", [{"answer": "1"}], "; where it is the question, it comes as prompts and in no column"),
         ("kk", [{"names": ["A"]}], "'answer' (or names and solution), which no row of"),
         ("reasoning_gym", [{"answer": "1", "task": "x"}], "'entry', which no row of"),
         ("data_source", [{"answer": "1"}], "'data_source', which no row of"),
