@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import os
@@ -29,6 +30,8 @@ from infsample_rl.config.secrets import check_no_secrets
 
 DEFAULT_EXPERIMENT = "kk_tiny"
 
+RESUME = ("auto", "never")
+RESUME_FORMS = f"{', '.join(RESUME)}, or a checkpoint RUN/checkpoints/step_N"
 
 def cache_folder() -> Path:
     """Where converted models are kept: $INFSAMPLE_RL_CACHE, else infsample_rl in the user's cache folder."""
@@ -157,7 +160,7 @@ def _run_of(checkpoint: str) -> Path:
     if folder.name != "checkpoints":
         known = "auto, never, or a checkpoint RUN/checkpoints/step_N"
         raise ConfigError(
-            f"run.resume must be {known}, got {checkpoint!r}; for one that lies elsewhere give run.dir too"
+            f"run.resume must be {RESUME_FORMS}, got {checkpoint!r}; for one that lies elsewhere give run.dir too"
         )
     return folder.parent
 
@@ -165,13 +168,23 @@ def _run_of(checkpoint: str) -> Path:
 def _make_paths_absolute(settings: dict[str, Any]) -> None:
     """Resolve every local path against the current directory; a Ray worker starts elsewhere."""
     run, model, data = settings["run"], settings["model"], settings["data"]
+def _check_resume(resume: str) -> None:
+    """ConfigError for a word that is neither a choice nor a folder. A path may be elsewhere or gone: a run's settings
+    are read again long after the checkpoint it went on from."""
+    if resume not in RESUME and "/" not in resume and not Path(resume).expanduser().is_dir():
+        near = difflib.get_close_matches(resume.lower(), RESUME, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"run.resume must be {RESUME_FORMS}, got {resume!r}, which is no folder{hint}")
+
+
     if run["dir"] is None:
-        if run["resume"] not in ("auto", "never"):
+        if run["resume"] not in RESUME:
             run["dir"] = str(_run_of(run["resume"]))
+    _check_resume(run["resume"])
         else:
             run["dir"] = f"runs/{run['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
     run["dir"] = _absolute(run["dir"])
-    if run["resume"] not in ("auto", "never"):
+    if run["resume"] not in RESUME:
         run["resume"] = _absolute(run["resume"])
     for section, key in (
         (model, "path"),

@@ -247,6 +247,12 @@ WRONG = [
     (["rollout.bad_token_ids=[-1]"], "rollout.bad_token_ids must be >= 0, got [-1]"),
     (["rollout.bad_token_ids=[a]"], "rollout.bad_token_ids[0] must be a whole number, got 'a'"),
     (
+    (
+        ["run.resume=nevr"],
+        "run.resume must be auto, never, or a checkpoint RUN/checkpoints/step_N, got 'nevr', which is no folder; did "
+        "you mean never?",
+    ),
+    (["run.resume=alwyas"], "step_N, got 'alwyas', which is no folder\n"),
         ["rollout.bad_token_ids=" + str(list(range(96))).replace(" ", "")],
         "rollout.bad_token_ids must leave an id to sample, got all 96",
     ),
@@ -769,8 +775,10 @@ def test_config_error_is_a_value_error_and_sections_are_the_schema():
     assert list(SECTIONS) == [spec.name for spec in dataclasses.fields(Config)]
 
 
-@pytest.mark.parametrize("resume", ["Auto", "/backup/step_000010"])
-def test_a_checkpoint_outside_a_run_folder_needs_run_dir(resume, tmp_path):
+@pytest.mark.parametrize("resume", ["step_000010", "/backup/step_000010"])
+def test_a_checkpoint_outside_a_run_folder_needs_run_dir(resume, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step_000010").mkdir()
     known = "auto, never, or a checkpoint RUN/checkpoints/step_N"
     with pytest.raises(ConfigError, match=f"^run.resume must be {known}, got '{resume}'; .* give run.dir too$"):
         load_config([f"run.resume={resume}"])
