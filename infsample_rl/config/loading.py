@@ -21,6 +21,7 @@ from infsample_rl.config.overrides import (
     PACKAGE,
     SECTIONS,
     ConfigError,
+    as_list,
     check_override,
     config_folder,
     normalise,
@@ -29,9 +30,9 @@ from infsample_rl.config.overrides import (
 from infsample_rl.config.secrets import check_no_secrets
 
 DEFAULT_EXPERIMENT = "kk_tiny"
-
 RESUME = ("auto", "never")
 RESUME_FORMS = f"{', '.join(RESUME)}, or a checkpoint RUN/checkpoints/step_N"
+
 
 def cache_folder() -> Path:
     """Where converted models are kept: $INFSAMPLE_RL_CACHE, else infsample_rl in the user's cache folder."""
@@ -73,7 +74,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
             settings: Any = OmegaConf.to_container(own, resolve=True)
             return {name: settings[name] for name in SECTIONS}, choices
     except (HydraException, OmegaConfBaseException) as error:
-        line = _one_line(error)
+        line = _one_line(error, overrides)
         raise ConfigError(line + where_written(line.split(" ")[0].rstrip(":"), overrides, config_dir)) from None
     except yaml.YAMLError as error:
         raise ConfigError("a file of the config folders is not YAML: " + " ".join(str(error).split())) from None
@@ -122,8 +123,8 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
         raise ConfigError(f"{error}{where_set(str(error), overrides, choices, config_dir)}") from None
 
 
-def _one_line(error: Exception) -> str:
-    """Hydra's and OmegaConf's pages as one line with the setting's name."""
+def _one_line(error: Exception, overrides: list[str]) -> str:
+    """Hydra's and OmegaConf's pages as one line with the setting's name; the overrides have the value of a list."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -140,6 +141,9 @@ def _one_line(error: Exception) -> str:
             f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got "
             f"{wrong_type.group(1)!r}{_default_of(key)}"
         )
+    if "is not a ListConfig" in first:
+        given = {name.lstrip("+"): value for name, _, value in (override.partition("=") for override in overrides)}
+        return f"{key}: {as_list(key, given.get(key, '...'))}"
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", text)
     if unknown:
         return not_a_setting(key or unknown.group(1))
@@ -158,16 +162,12 @@ def _run_of(checkpoint: str) -> Path:
     parent = Path(checkpoint).expanduser().resolve().parent
     folder = parent.parent if parent.name == "superseded" else parent
     if folder.name != "checkpoints":
-        known = "auto, never, or a checkpoint RUN/checkpoints/step_N"
         raise ConfigError(
             f"run.resume must be {RESUME_FORMS}, got {checkpoint!r}; for one that lies elsewhere give run.dir too"
         )
     return folder.parent
 
 
-def _make_paths_absolute(settings: dict[str, Any]) -> None:
-    """Resolve every local path against the current directory; a Ray worker starts elsewhere."""
-    run, model, data = settings["run"], settings["model"], settings["data"]
 def _check_resume(resume: str) -> None:
     """ConfigError for a word that is neither a choice nor a folder. A path may be elsewhere or gone: a run's settings
     are read again long after the checkpoint it went on from."""
@@ -177,10 +177,13 @@ def _check_resume(resume: str) -> None:
         raise ConfigError(f"run.resume must be {RESUME_FORMS}, got {resume!r}, which is no folder{hint}")
 
 
+def _make_paths_absolute(settings: dict[str, Any]) -> None:
+    """Resolve every local path against the current directory; a Ray worker starts elsewhere."""
+    run, model, data = settings["run"], settings["model"], settings["data"]
+    _check_resume(run["resume"])
     if run["dir"] is None:
         if run["resume"] not in RESUME:
             run["dir"] = str(_run_of(run["resume"]))
-    _check_resume(run["resume"])
         else:
             run["dir"] = f"runs/{run['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
     run["dir"] = _absolute(run["dir"])

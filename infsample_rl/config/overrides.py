@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,11 @@ SECTIONS: dict[str, type] = {  # every section of a Config has a factory
     for spec in dataclasses.fields(Config)
 }
 PACKAGE = Path(__file__).resolve().parents[1]
+OWN = {
+    "model": "model.path={}",
+    "data": "data.source={}",
+    "reward": "reward.functions=[{}]",
+}  # beside a group's choices
 
 
 class ConfigError(ValueError):
@@ -43,7 +49,10 @@ def parse_flags(arguments: list[str], flags: dict[str, dict[str, Any]] | None = 
         raise ConfigError(f"{message}; flags are {', '.join(flags)}")
 
     parser.error = refuse  # type: ignore[method-assign]  # as argparse's own page says for another way to exit
-    found = parser.parse_intermixed_args(arguments)
+    found, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        refuse(f"{name} is no flag; settings are given without dashes, as rollout.slots=4")
     if found.config_dir is not None and not os.path.isdir(found.config_dir):
         raise ConfigError(f"--config-dir {found.config_dir} is not a folder")
     return found
@@ -98,26 +107,54 @@ def check_override(override: str, config_dir: str | None, *, in_sweep: bool = Fa
             f"{override!r} is not name=value{_nearest(name, config_dir)}; a value with spaces needs quotes, as in "
             "'data.instruction=\"Think first.\"'"
         )
+    _check_name(name, config_dir)
     try:
         is_sweep = OverridesParser.create().parse_override(override).is_sweep_override()
     except HydraException:
-        quoted = value.replace('"', '\\"')
         raise ConfigError(
             f"{name}: the value {value!r} cannot be read; a value with =, spaces, commas, quotes or brackets "
-            f"needs two pairs of quotes: '{name}=\"{quoted}\"'"
+            f"needs two pairs of quotes: {_quoted(name, value)}"
         ) from None
     if is_sweep and not in_sweep:
-        raise ConfigError(f"{override} gives several values: -m runs one after another")
+        raise ConfigError(f"{override} gives several values: -m runs one after another{_as_one(name, value)}")
     if not is_sweep:
-        _check_name(name, value, config_dir)
+        _check_choice(name, value, config_dir)
 
 
-def _check_name(name: str, value: str, config_dir: str | None) -> None:
+def _quoted(name: str, value: str) -> str:
+    """What a shell is given for a text that Hydra would read otherwise: 'data.instruction="a, b"'."""
+    escaped = value.replace('"', '\\"')
+    return shlex.quote(f'{name}="{escaped}"')
+
+
+def as_list(name: str, value: str) -> str:
+    """ "give a list, reward.functions=[kk]" of a setting that is one, where a value alone was given."""
+    return f"give a list, {name}=[{value}]"
+
+
+def _as_one(name: str, value: str) -> str:
+    """How to give values with commas between as one: a list or a text, as the setting is; "" where it is neither."""
+    section, _, key = name.partition(".")
+    specs = [spec for spec in dataclasses.fields(SECTIONS[section]) if spec.name == key] if section in SECTIONS else []
+    if any(str(spec.type).startswith("list") for spec in specs):
+        return f"; for all of them in one run {as_list(name, value)}"
+    if any(str(spec.type).startswith("str") and not spec.metadata["choices"] for spec in specs):
+        return f"; a text with commas needs two pairs of quotes: {_quoted(name, value)}"
+    return ""
+
+
+def _check_choice(name: str, value: str, config_dir: str | None) -> None:
+    """ConfigError for a choice that a group has not, with the setting for what the user has of his own."""
     options = choices(config_dir).get(name)
     if options is not None and value not in options:
-        close = difflib.get_close_matches(value, options, n=1, cutoff=0.3)
+        own = f"; for one of your own give {OWN[name].format(value)}" if name in OWN else ""
+        close = difflib.get_close_matches(value, options, n=1, cutoff=0.6 if own else 0.3)
         hint = f"; did you mean {name}={close[0]}?" if close else ""
-        raise ConfigError(f"{name}={value}: there is no such choice; there are {', '.join(options)}{hint}")
+        raise ConfigError(f"{name}={value}: there is no such choice; there are {', '.join(options)}{own}{hint}")
+
+
+def _check_name(name: str, config_dir: str | None) -> None:
+    """ConfigError for what is neither a setting nor a group."""
     if name.startswith("hydra"):
         raise ConfigError(
             f"{name}: Hydra only composes the settings here and writes nothing; set run.dir, and --config-dir for a "
@@ -125,7 +162,7 @@ def _check_name(name: str, value: str, config_dir: str | None) -> None:
         )
     # a key of a dictionary, or an item of a list, belongs to its setting
     known = re.match(r"[^.]*\.[^.\[]*", name)
-    if options is None and (known is None or known[0] not in setting_names()):
+    if name not in choices(config_dir) and (known is None or known[0] not in setting_names()):
         raise ConfigError(not_a_setting(name, config_dir))
 
 
@@ -145,10 +182,11 @@ def _nearest(name: str, config_dir: str | None) -> str:
         close = [f"{section}.{found}" for found in difflib.get_close_matches(key, of_section, n=1)]
     else:
         close = difflib.get_close_matches(name, names if section else sorted(choices(config_dir)), n=1, cutoff=0.7)
-    by_key = {full.partition(".")[2]: full for full in names}
-    close = close or [by_key[found] for found in difflib.get_close_matches(key, list(by_key), n=1, cutoff=0.7)]
+    if not close:  # the nearest key, of every section that has it
+        keys = difflib.get_close_matches(key, [full.partition(".")[2] for full in names], n=1, cutoff=0.7)
+        close = [full for full in names if full.partition(".")[2] in keys]
     return (
-        f"; did you mean {close[0]}?"
+        f"; did you mean {' or '.join(close)}?"
         if close
         else f"; sections are {', '.join(SECTIONS)} (python -m infsample_rl.main --cfg job prints all)"
     )

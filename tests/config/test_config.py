@@ -134,6 +134,7 @@ WRONG = [
         for wrong in ("0", "-1", "1.5", "all")
     ],
     (["group_size=4"], "group_size is not a setting; did you mean rollout.group_size?"),
+    (["path=x"], "path is not a setting; did you mean model.path or reference.path?"),
     (["rollout.foo=4"], "rollout.foo is not a setting; sections are run, model,"),
     (["rollot.slots=4"], "rollot.slots is not a setting; did you mean rollout.slots?"),
     (["rollout.group_size=abc"], "rollout.group_size must be a whole number, got 'abc'; the default is 8"),
@@ -147,6 +148,20 @@ WRONG = [
     (["cluster.device_type=A100"], "did you mean a100-40gb or a100-80gb?"),
     (["+experiment=kk_tny"], "did you mean experiment=kk_tiny?"),
     (["rollout=papr"], "did you mean rollout=paper?"),
+    (["model=/my/folder"], "qwen3_8b, smollm2; for one of your own give model.path=/my/folder\n"),
+    (["data=train.jsonl"], "kk_tiny, math; for one of your own give data.source=train.jsonl\n"),
+    (["data=kk_tny"], "; for one of your own give data.source=kk_tny; did you mean data=kk_tiny?"),
+    (["reward=a.py:f"], "; for one of your own give reward.functions=[a.py:f]\n"),
+    (["reward.functions=kk"], "error: reward.functions: give a list, reward.functions=[kk]\n"),
+    (["rollout.stop_token_ids=5"], "error: rollout.stop_token_ids: give a list, rollout.stop_token_ids=[5]\n"),
+    (["reward.functions=kk,math"], "one after another; for all of them in one run give a list, reward.functions=[kk,"),
+    (["rollout.schedule=lpt,sjf"], "rollout.schedule=lpt,sjf gives several values: -m runs one after another\n"),
+    (["rollout.slots=2,4"], "rollout.slots=2,4 gives several values: -m runs one after another\n"),
+    (
+        ["data.instruction=Think step by step: a, b"],
+        "a text with commas needs two pairs of quotes: 'data.instruction=\"Think step by step: a, b\"'",
+    ),
+    (["data.foo=a, b"], "data.foo is not a setting"),
     (["model.path="], "model.path is empty"),
     (["rollout.slots"], "'rollout.slots' is not name=value"),
     (["data.instruction=a = b"], "needs two pairs of quotes: 'data.instruction=\"a = b\"'"),
@@ -232,6 +247,12 @@ WRONG = [
     ),
     (["data.source=/no/such/file.jsonl"], "/no/such/file.jsonl"),
     (["cluster.learner_gpus=1", "cluster.learner_ranks=64"], "64 GPUs, but there are"),
+    (
+        ["run.resume=nevr"],
+        "run.resume must be auto, never, or a checkpoint RUN/checkpoints/step_N, got 'nevr', which is no folder; did "
+        "you mean never?",
+    ),
+    (["run.resume=alwyas"], "step_N, got 'alwyas', which is no folder\n"),
     (["run.resume=/no/checkpoints/step_000001"], "run.resume=/no/checkpoints/step_000001 is not a checkpoint"),
     (
         ["rollout.kv_budget_tokens=10"],
@@ -247,12 +268,6 @@ WRONG = [
     (["rollout.bad_token_ids=[-1]"], "rollout.bad_token_ids must be >= 0, got [-1]"),
     (["rollout.bad_token_ids=[a]"], "rollout.bad_token_ids[0] must be a whole number, got 'a'"),
     (
-    (
-        ["run.resume=nevr"],
-        "run.resume must be auto, never, or a checkpoint RUN/checkpoints/step_N, got 'nevr', which is no folder; did "
-        "you mean never?",
-    ),
-    (["run.resume=alwyas"], "step_N, got 'alwyas', which is no folder\n"),
         ["rollout.bad_token_ids=" + str(list(range(96))).replace(" ", "")],
         "rollout.bad_token_ids must leave an id to sample, got all 96",
     ),
@@ -345,7 +360,8 @@ WRONG = [
         ["cluster.address=ray://head:10001"],
         "cluster.address must be auto or host:port, got 'ray://head:10001': Ray Client (ray://) cannot stream",
     ),
-    (["--bogus"], "unrecognized arguments: --bogus"),
+    (["--bogus"], "--bogus is no flag; settings are given without dashes, as rollout.slots=4; flags are --config-dir,"),
+    (["--rollout.group_size", "8"], "--rollout.group_size is no flag; settings are given without dashes"),
     (["--config-dir", "/no/such/folder"], "--config-dir /no/such/folder is not a folder"),
 ]
 
