@@ -27,12 +27,12 @@ from pathlib import Path
 
 from infsample_rl.reward.hidden_values import begun_value, hide_values_of, without_values
 from infsample_rl.reward.isolation import Isolation
-from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, SUBREAPER, prctl
+from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, prctl
+from infsample_rl.reward.process_tree import be_subreaper, descendants, end_everything, end_orphans
 
 LOOK_EVERY_MS = 200  # at memory
 # of a function process's stdout and stderr that are passed on in a minute
 OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0
-SWEEP_LIMIT_S = 10.0
 _LINUX = sys.platform.startswith("linux")
 _PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -40,14 +40,14 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 def main(settings: str, served: str = "infsample_rl.reward.function_process") -> None:
     """Fork the keeper and stand in for it; `settings` is an Isolation as JSON, `served` the module whose main() is the
     function process. Reads nothing: stdin and stdout are the function process's pipes."""
-    _be_subreaper()
+    be_subreaper()
     stand_in, keeper = os.getpid(), os.fork()
     if keeper == 0:
         _be_keeper(Isolation(**json.loads(settings)), served, stand_in)
         return
     signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper, signal.SIGTERM))
     os.waitpid(keeper, 0)
-    _end_everything(keeper)
+    end_everything(keeper)
 
 
 def _be_keeper(isolation: Isolation, served: str, stand_in: int) -> None:
@@ -58,7 +58,7 @@ def _be_keeper(isolation: Isolation, served: str, stand_in: int) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)  # the wake-up is what counts
-    _be_subreaper()
+    be_subreaper()
     _end_with(stand_in, signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="infsample_rl_reward_") if isolation.level == "sandbox" else None
     output, written = os.pipe()
@@ -89,11 +89,6 @@ def _become_function_process(isolation: Isolation, keeper: int, folder: str | No
     importlib.import_module(served).main(isolation)  # only here: the keeper stays small
 
 
-def _be_subreaper() -> None:
-    if _LINUX:
-        prctl(SUBREAPER, 1)
-
-
 def _end_with(parent: int, number: signal.Signals) -> None:
     """Get this signal when the parent ends."""
     if _LINUX:
@@ -113,7 +108,7 @@ class _Keeper:
         try:
             died = self._wait()
         finally:
-            _end_everything(self._child)
+            end_everything(self._child)
         while select.select([self._output], [], [], 0)[0] and self._pass_on():
             pass
         self._show(b"", is_last=True)
@@ -136,7 +131,7 @@ class _Keeper:
             if not died and (told or 0 in events):
                 died = "ended by the worker"
             if self._isolation.ends_orphans and _LINUX:
-                _end_orphans(self._child)
+                end_orphans(self._child)
             if not died and self._isolation.level != "none":
                 died = self._above_limits()
         return died
@@ -197,32 +192,6 @@ class _Keeper:
         return f"{used / 1e9:.2f} GB in {len(tree)} processes, {above}" if used > limit else ""
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids of everything below `pid` (Linux). A chain of them may be longer than Python's stack is deep."""
-    found, parents = dict[int, None](), [pid]
-    while parents:
-        children = _children(parents.pop())
-        parents += [child for child in children if child not in found]
-        found |= dict.fromkeys(children)
-    return list(found)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        tasks = [task.path for task in os.scandir(f"/proc/{pid}/task")]
-        return [int(child) for task in tasks for child in Path(task, "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []  # it has ended
-
-
-def _end_orphans(child: int) -> None:
-    """SIGKILL to what has become this process's child beside the one it forked, and to all below."""
-    for orphan in _children(os.getpid()):
-        for pid in [orphan, *descendants(orphan)] if orphan != child else []:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-
 def _held_bytes(pid: int, shared_once: bool = False) -> int:
     """Resident memory of a process; `shared_once`: its share alone of what several have, which is slower to read."""
     try:
@@ -231,26 +200,6 @@ def _held_bytes(pid: int, shared_once: bool = False) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
-
-
-def _end_everything(child: int) -> None:
-    """SIGKILL to every process below this one until none is left."""
-    deadline = time.monotonic() + SWEEP_LIMIT_S
-    while time.monotonic() < deadline:
-        # elsewhere its process group, the nearest there is
-        for pid in descendants(os.getpid()) if _LINUX else [-child]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-                if _LINUX and os.getpgid(pid) != os.getpgrp():
-                    os.killpg(os.getpgid(pid), signal.SIGKILL)  # all at once: what forks without end outruns one by one
-            except (ProcessLookupError, PermissionError):
-                pass
-        try:
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
-        except ChildProcessError:
-            return  # none is left
-        time.sleep(0.002)
 
 
 def how_ended(code: int) -> str:
