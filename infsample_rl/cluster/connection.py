@@ -15,7 +15,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.local_ray import init_arguments, keep_token_private, kept_sigterm_handler, start_local
+from infsample_rl.cluster.local_ray import init_arguments, keep_token_private, start_local, without_rays_sigterm_handler
 from infsample_rl.config import Config
 
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
@@ -28,13 +28,13 @@ CONTROL_SERVICE_GONE_S = 20.0
 
 def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
     """Join cluster.address; without one start a cluster here, unless that has been done. ValueError for one that is not
-    there, refuses us, or lets anybody in; Terminated after SIGTERM, whose handler stays the caller's."""
+    there, refuses us, or lets anybody in; Terminated after SIGTERM."""
     if config.cluster.address is None:
         start_local(config, note)
     else:
         keep_token_private(note)
         address = _admitting_address(config, note, interruption)
-        with kept_sigterm_handler():
+        with without_rays_sigterm_handler():
             ray.init(address=address, **init_arguments(config))
     interruption.check()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,12 +13,11 @@ from typing import Any
 from unittest import mock
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, utils
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.node import Node
 
 from infsample_rl.cluster.fork_server import ForkServer
-from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.cluster.worker_environment import allocator_environment, worker_environment
 from infsample_rl.cluster.worker_secrets import without_secrets
 from infsample_rl.config import Config
@@ -37,14 +35,13 @@ _fork_server: ForkServer | None = None
 def start_local(config: Config, note: Callable[[str], None]) -> None:
     """A new cluster on this machine, unless this process is in one; its ports listen on the loopback address alone.
 
-    Ray itself takes the token of this user's home folder. Terminated after SIGTERM, RuntimeError where Ray does not
-    start.
+    Ray itself takes the token of this user's home folder. RuntimeError where Ray does not start.
     """
     if ray.is_initialized():
         return
     keep_token_private(note)
     os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
-    with _started_without_secrets(), _small_node(), kept_sigterm_handler():
+    with _started_without_secrets(), _small_node(), without_rays_sigterm_handler():
         _start_fork_server(config)
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
@@ -117,16 +114,11 @@ def _small_node() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_sigterm_handler() -> Iterator[None]:
-    """Leave SIGTERM's handler the caller's: ray.init() puts its own in its place, which exits. Terminated where that
-    one took the signal."""
-    handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-    try:
+def without_rays_sigterm_handler() -> Iterator[None]:
+    """Leave SIGTERM's handler the caller's all through ray.init(), which would put its own in its place. That one
+    raises SystemExit, wherever it is: in an import's callbacks it is dropped, and the lock of the import stays held."""
+    with mock.patch.object(utils, "set_sigterm_handler", lambda handler: None):
         yield
-    except SystemExit as ended:
-        raise Terminated from ended
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def keep_token_private(note: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 import ray
 
+from infsample_rl.cluster import connection
 from infsample_rl.cluster.connection import connect
 from infsample_rl.cluster.interruption import Interruption, Terminated
 from infsample_rl.cluster.workers import Restarts, WorkerLost, worker_name
@@ -89,15 +90,22 @@ def test_sigterm_ends_the_wait_for_a_cluster_that_is_still_to_come(tmp_path, sig
     assert len(said) == 1 and "waiting for the Ray cluster at 127.0.0.1:1" in said[0]
 
 
-def test_sigterm_that_rays_own_handler_took_ends_the_run_too(tmp_path, monkeypatch, sigterm_is_put_back):
+@pytest.mark.parametrize("address", [None, "127.0.0.1:1"])
+def test_rays_own_sigterm_handler_never_takes_the_signal(tmp_path, monkeypatch, sigterm_is_put_back, address):
+    """It raises SystemExit wherever it is; where an import swallows that, the run goes on or hangs."""
+    reached = []
+
     def init(*_, **__):
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as ray.init() does
+        ray._private.utils.set_sigterm_handler(lambda number, _: sys.exit(number))  # as ray.init() does
         os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("the end of ray.init()")
 
     (interruption := Interruption()).install()
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection, "_admitting_address", lambda *_: address)
+    settings = [] if address is None else [f"cluster.address={address}"]
     with pytest.raises(Terminated):
-        connect(load_config([f"run.dir={tmp_path}"]), print, interruption)
-    assert signal.getsignal(signal.SIGTERM) == handler
+        connect(load_config([f"run.dir={tmp_path}", *settings]), print, interruption)
+    assert reached == ["the end of ray.init()"] and signal.getsignal(signal.SIGTERM) == handler
