@@ -20,8 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from infsample_rl import lasting_imports
-from infsample_rl.config.loading import compose, load_config
-from infsample_rl.config.overrides import ConfigError, experiments, parse_flags, sweep
+from infsample_rl.cluster.early_end import SIGTERM_SAID, ending_at_once, take_over
 
 if TYPE_CHECKING:  # torch and transformers are imported beside Ray's start
     from infsample_rl.controller.checks import Start
@@ -34,7 +33,16 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; returns the exit code. SIGTERM and Ctrl-C end the process at once until there is a run."""
+    with ending_at_once():
+        return _main(arguments)
+
+
+def _main(arguments: list[str] | None) -> int:
+    # behind ending_at_once(), as most of what is imported here
+    from infsample_rl.config.loading import compose, load_config
+    from infsample_rl.config.overrides import ConfigError, experiments, parse_flags, sweep
+
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what an ASCII terminal cannot show
     try:
@@ -61,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
     """The runs of these overrides, one after another, each a process of its own; the first that fails is the last.
     ConfigError, before any begins, where one cannot be composed."""
+    from infsample_rl.config.loading import load_config
+
     folder = {str(load_config(overrides, config_dir).run.dir) for overrides in jobs}.pop()
     flags = [] if config_dir is None else ["--config-dir", config_dir]
     sent: list[int] = []  # signals that end this run and those after it
@@ -73,7 +83,7 @@ def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
             sent.append(number)
             run.terminate()
 
-        signal.signal(signal.SIGTERM, end)
+        take_over(end)  # the run ends in order by itself
         code = run.wait()
         if code != 0 or sent:
             return code
@@ -106,7 +116,7 @@ def train(config) -> int:
         )
         return 130
     except Terminated:
-        print("ended by SIGTERM before the run began: nothing has been written", file=sys.stderr)
+        print(SIGTERM_SAID, file=sys.stderr)
         return 0
     except ValueError as error:
         return _fail(error, 2)

@@ -4,9 +4,10 @@ before they kill, and the loss of what nothing can bring back."""
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterator
+
+from infsample_rl.cluster.early_end import take_over
 
 SLICE_S = 0.5  # how long a wait lasts before it is looked whether the run is to end
 LOOK_S = 2.0  # how often it is looked whether something that cannot be brought back is gone
@@ -28,7 +29,7 @@ class Interruption:
 
     def install(self) -> None:
         """Take SIGTERM over, in the main thread."""
-        signal.signal(signal.SIGTERM, self._request)
+        take_over(self._request)
 
     def _request(self, *_: object) -> None:
         self.requested_at = self.requested_at or time.monotonic()

@@ -1,0 +1,85 @@
+"""SIGTERM and Ctrl-C while a run starts: there is nothing to keep yet, so they end the process where it stands.
+
+Threads import beside Ray's start. An exception out of a handler could surface anywhere, in the import system's own
+callbacks too: it would be dropped there, or leave a lock held that those threads wait for, and this process for them.
+And a handler in Python has to wait while the main thread is in Ray's own code, which on a busy machine is half a
+minute. So the handlers only hold the main thread where it is, and a thread that the signal wakes ends the process. It
+imports nothing and takes no lock: another thread may hold it for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+from infsample_rl.reward.process_tree import be_subreaper, end_everything
+
+SIGTERM_SAID = "ended by SIGTERM before the run began: nothing has been written"
+_ENDS = {  # what is said, and the exit code
+    signal.SIGTERM: (SIGTERM_SAID, 0),
+    signal.SIGINT: ("interrupted before the run began: nothing has been written", 130),
+}
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end this process and all it started, until take_over() or the end of the block. In the
+    main thread."""
+    before = {number: signal.getsignal(number) for number in _ENDS}
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        del before[signal.SIGINT]  # a shell's background job: Ctrl-C is for another
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    threading.Thread(target=_watch, args=(woken,), name="early end", daemon=True).start()
+    signal.set_wakeup_fd(wake)
+    for number in before:
+        signal.signal(number, _wait_for_the_end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _wait_for_the_end:
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(wake)  # which ends the thread
+
+
+def take_over(on_sigterm: Callable[[int, FrameType | None], object]) -> None:
+    """Give SIGTERM to this handler, and Ctrl-C back to Python, which raises KeyboardInterrupt. No signal is lost
+    between."""
+    is_early = signal.getsignal(signal.SIGTERM) is _wait_for_the_end
+    signal.signal(signal.SIGTERM, on_sigterm)
+    if signal.getsignal(signal.SIGINT) is _wait_for_the_end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if is_early:
+        signal.set_wakeup_fd(-1)  # last: whatever comes before ends the process
+
+
+def _wait_for_the_end(_number: int, _frame: FrameType | None) -> NoReturn:
+    while True:
+        time.sleep(60.0)
+
+
+def _watch(woken: int) -> None:
+    """Read the numbers of signals until one of them ends this process, or nobody writes them any more."""
+    while numbers := os.read(woken, 1):
+        if numbers[0] in _ENDS:
+            _end(*_ENDS[signal.Signals(numbers[0])])
+    os.close(woken)
+
+
+def _end(said: str, code: int) -> NoReturn:
+    sys.setswitchinterval(1e-6)  # /proc is hundreds of small reads: behind each a thread that imports would have 5 ms
+    if sys.platform.startswith("linux"):  # elsewhere Ray's own reaper ends its processes once this one is gone
+        be_subreaper()  # what a process that is ended here had started becomes this one's child
+        end_everything()
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(2, f"{said}\n".encode())
+    os._exit(code)  # threads that import cannot be told to end
