@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from infsample_rl.reward.process_tree import be_subreaper, end_everything
+from infsample_rl.reward.process_tree import descendants
 
 SIGTERM_SAID = "ended by SIGTERM before the run began: nothing has been written"
 _ENDS = {  # what is said, and the exit code
@@ -77,9 +77,29 @@ def _watch(woken: int) -> None:
 
 def _end(said: str, code: int) -> NoReturn:
     sys.setswitchinterval(1e-6)  # /proc is hundreds of small reads: behind each a thread that imports would have 5 ms
-    if sys.platform.startswith("linux"):  # elsewhere Ray's own reaper ends its processes once this one is gone
-        be_subreaper()  # what a process that is ended here had started becomes this one's child
-        end_everything()
     with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, f"{said}\n".encode())
+    if sys.platform.startswith("linux"):  # elsewhere Ray's own reaper ends its processes once this one is gone
+        with contextlib.suppress(OSError):
+            _end_after_this_process(_stopped())
     os._exit(code)  # threads that import cannot be told to end
+
+
+def _stopped() -> list[int]:
+    """Ids of all processes below this one, which have been stopped: they start no others."""
+    stopped = dict[int, None]()
+    while new := [pid for pid in descendants(os.getpid()) if pid not in stopped]:
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= dict.fromkeys(new)
+    return list(stopped)
+
+
+def _end_after_this_process(pids: list[int]) -> None:
+    """SIGKILL to them once this process is gone: Ray's code in it aborts, with an exit code of its own, when it sees
+    Ray's processes end. No fork(), whose hooks take locks."""
+    gone, _ = os.pipe()  # the other end closes with this process
+    script = 'exec 2> /dev/null; read -r _; kill -KILL "$@"'
+    arguments = ["sh", "-c", script, "sh", *map(str, pids)]
+    os.posix_spawn("/bin/sh", arguments, {}, file_actions=[(os.POSIX_SPAWN_DUP2, gone, 0)], setsid=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -117,8 +118,12 @@ def _small_node() -> Iterator[None]:
 def without_rays_sigterm_handler() -> Iterator[None]:
     """Leave SIGTERM's handler the caller's all through ray.init(), which would put its own in its place. That one
     raises SystemExit, wherever it is: in an import's callbacks it is dropped, and the lock of the import stays held."""
-    with mock.patch.object(utils, "set_sigterm_handler", lambda handler: None):
-        yield
+    handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    try:
+        with mock.patch.object(utils, "set_sigterm_handler", lambda handler: None):
+            yield
+    finally:  # below Python, Ray's C++ has put one before it that prints a stack
+        signal.signal(signal.SIGTERM, handler)
 
 
 def keep_token_private(note: Callable[[str], None]) -> None:

@@ -47,13 +47,12 @@ def end_orphans(child: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def end_everything(child: int | None = None) -> None:
+def end_everything(child: int) -> None:
     """SIGKILL to every process below this one until none is left; elsewhere than on Linux to the process group of
     `child`, the nearest there is."""
-    elsewhere = [] if child is None else [-child]
     deadline = time.monotonic() + SWEEP_LIMIT_S
     while time.monotonic() < deadline:
-        for pid in descendants(os.getpid()) if _LINUX else elsewhere:
+        for pid in descendants(os.getpid()) if _LINUX else [-child]:
             try:
                 os.kill(pid, signal.SIGKILL)
                 if _LINUX and os.getpgid(pid) != os.getpgrp():

@@ -58,7 +58,7 @@ def test_a_signal_ends_a_process_that_could_not_end_itself_and_all_below_it(numb
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
-        left = [child for child in below if child.is_running()]
+        _, left = psutil.wait_procs(below, timeout=60)
     finally:
         process.kill()
         for child in below:
