@@ -40,7 +40,6 @@ from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.types import Completion
 
-COLOURS = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
 FILES = {"tuning": "tuning.jsonl", "held_out": "test.jsonl"}  # what a run is evaluated on
 SIGNAL = {"what": "samples of", "G": "G", "prompts": "prompts", "right": "right", "share": "groups with signal"}
 GRADIENT = {"advantage": "advantage", "G": "G", "signal": "signal / noise", "cosine": "cosine", "direction": "of many"}
@@ -231,7 +230,7 @@ def learn(options: GroupSizeOptions) -> int:
     print_table([row_of(record) for record in found], learning_runs.COLUMNS)
     for line in compare(measured(found), list(sides)):
         print(line)
-    colours = dict(zip(sides, COLOURS, strict=False))
+    colours = {side: f"C{number}" for number, side in enumerate(sides)}  # of matplotlib's cycle
     print(f"figure: {learning_runs.draw(measured(found), colours, folder / 'group_size.png')}")
     return int(not whole)
 

@@ -85,12 +85,13 @@ def _check_sections(composed: Any, overrides: list[str], config_dir: str | None)
     name that values refer to, as ${name}, is a user's own."""
     from omegaconf import DictConfig, OmegaConf
 
-    written = OmegaConf.to_yaml(composed)
     for section in map(str, composed):
+        if section in SECTIONS and composed[section] is not None:
+            continue
         where = where_written(section, overrides, config_dir)
-        if section in SECTIONS and composed[section] is None:
+        if section in SECTIONS:
             raise ConfigError(f"{section} is empty{where}: write a setting below it, or leave it out")
-        if section not in SECTIONS and not re.search(rf"\${{{re.escape(section)}[}}.\[]", written):
+        if not re.search(rf"\${{{re.escape(section)}[}}.\[]", OmegaConf.to_yaml(composed)):
             name, node = section, composed._get_node(section)
             while isinstance(node, DictConfig) and len(node) > 0:
                 key = str(next(iter(node)))

@@ -17,7 +17,7 @@ import numpy as np
 from infsample_rl.config import DataConfig
 from infsample_rl.config.environment import NAMELESS, of_row
 from infsample_rl.data.fields import BadRow, Problem
-from infsample_rl.data.plain_text import marked, token_ids, unmarked
+from infsample_rl.data.plain_text import marked, special_tokens, token_ids, unmarked
 from infsample_rl.data.rows import first_rows, one_line, report_bad_rows
 from infsample_rl.types import Prompt
 
@@ -58,13 +58,14 @@ def with_opening(
     """A prompt whose last user message goes on, behind `separator`, with what its environment says at the beginning, or
     that is the messages it says. ValueError where it is above data.max_prompt_tokens then, or the template refuses
     it."""
+    tokens = special_tokens(tokenizer)
     if isinstance(opening, str):
         messages = [dict(message) for message in prompt.messages]
         last = messages[_last_user(messages)]
-        said = marked(opening, tokenizer)
+        said = marked(opening, tokens)
         last["content"] = f"{last['content']}{separator}{said}" if last["content"] else said
     else:
-        messages = [message | {"content": marked(message["content"], tokenizer)} for message in opening]
+        messages = [message | {"content": marked(message["content"], tokens)} for message in opening]
     try:
         text, ids = _rendered(messages, tokenizer, data, of_row(tools, prompt.columns))
     except BadRow as error:

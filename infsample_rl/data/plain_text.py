@@ -10,16 +10,22 @@ _MARK = "infsample-rl-stands-for-special-token-{}-here"
 _MARKS = re.compile(_MARK.format(r"(\d+)"))
 
 
-def marked(text: str, tokenizer: Any) -> str:
-    """The text with a mark in the place of every special token that is written in it, to be rendered."""
-    for number, token in enumerate(_special_tokens(tokenizer)):
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The longest first, so that none hides another."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(added | set(tokenizer.all_special_tokens), key=lambda token: (-len(token), token))
+
+
+def marked(text: str, tokens: list[str]) -> str:
+    """The text with a mark in the place of every one of the special_tokens() that is written in it, to be rendered."""
+    for number, token in enumerate(tokens):
         text = text.replace(token, _MARK.format(number))
     return text
 
 
 def unmarked(text: str, tokenizer: Any) -> str:
     """A rendered text as it was before marked()."""
-    tokens = _special_tokens(tokenizer) if _MARKS.search(text) else []
+    tokens = special_tokens(tokenizer) if _MARKS.search(text) else []
     return _MARKS.sub(lambda mark: tokens[int(mark[1])], text)
 
 
@@ -28,7 +34,7 @@ def token_ids(text: str, tokenizer: Any) -> list[int]:
     ids: list[int] = []
     for place, part in enumerate(_MARKS.split(text)):
         is_mark = place % 2 == 1
-        said = _special_tokens(tokenizer)[int(part)] if is_mark else part
+        said = special_tokens(tokenizer)[int(part)] if is_mark else part
         ids += tokenizer(
             said,
             add_special_tokens=False,
@@ -37,9 +43,3 @@ def token_ids(text: str, tokenizer: Any) -> list[int]:
             **({"split_special_tokens": True} if is_mark else {}),
         )["input_ids"]
     return ids
-
-
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """The longest first, so that none hides another."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(added | set(tokenizer.all_special_tokens), key=lambda token: (-len(token), token))

@@ -7,7 +7,6 @@ would rewrite earlier turns, as Qwen3's drops their thinking, the sampled ids st
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,14 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from infsample_rl.data.plain_text import marked, token_ids
+from infsample_rl.data.bounded_json import load_json
+from infsample_rl.data.plain_text import marked, special_tokens, token_ids
 from infsample_rl.data.rows import one_line
 
 Message = dict[str, Any]
 Schema = dict[str, Any]  # a tool in the form that chat templates take: {"type": "function", "function": {...}}
 
 _SAMPLED = "infsample-rl-stands-for-what-was-sampled"
-DEEPEST = 64  # lists and objects of a call's arguments in each other
 _QUESTION: Message = {"role": "user", "content": "A question."}
 
 
@@ -73,7 +72,7 @@ class TurnTemplate:
 
         A special token that stopped it closes it as the template's own would have; behind another stop token, as one of
         rollout.stop_token_ids, the template's own comes first."""
-        said = [each | {"content": marked(each["content"], self.tokenizer)} for each in messages]
+        said = [each | {"content": marked(each["content"], self._special_tokens)} for each in messages]
         behind = self._behind_a_turn(said)
         end = next((end for end in self._ends if behind.startswith(end)), None)
         if end is None:
@@ -161,7 +160,7 @@ class TurnTemplate:
         if kind in (None, "string"):
             return value
         try:
-            return _json(value.lower() if kind == "boolean" else value)
+            return load_json(value.lower() if kind == "boolean" else value)
         except ValueError:
             raise BadCall(f"the argument {key!r} of {name} must be of type {kind}, got {value[:60]!r}") from None
 
@@ -178,6 +177,10 @@ class TurnTemplate:
     @cached_property
     def _ends(self) -> list[str]:
         return [self.tokenizer.decode([token]) for token in self.stop_token_ids]
+
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        return special_tokens(self.tokenizer)
 
     @property
     def _name(self) -> str:
@@ -214,29 +217,12 @@ def assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
 
 def _named(body: str, arguments: str) -> tuple[Any, Any]:
     try:
-        call = _json(body)
+        call = load_json(body)
     except ValueError as error:
         raise BadCall(f"a tool call must be JSON: {one_line(error)}") from None
     if not isinstance(call, dict) or "name" not in call:
         raise BadCall(f'a tool call must be {{"name": ..., "{arguments}": {{...}}}}')
     return call["name"], call.get(arguments, {})
-
-
-def _json(text: str) -> Any:
-    """A value. ValueError for text that is none, or whose lists and objects stand too deep in each other to be handed
-    on."""
-    try:
-        found = json.loads(text)
-        if not _is_deep(found, DEEPEST):
-            return found
-    except RecursionError:
-        pass
-    raise ValueError(f"more than {DEEPEST} lists and objects in each other")
-
-
-def _is_deep(value: Any, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return inner is not None and (levels == 0 or any(_is_deep(each, levels - 1) for each in inner))
 
 
 def _between(text: str, start: str, end: str) -> list[str]:

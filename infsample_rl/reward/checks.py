@@ -7,7 +7,7 @@ parameters; the other forms take what is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infsample_rl.config import Config, RewardConfig
@@ -66,9 +66,7 @@ def check_columns(
     `evaluation`. Example: "reward.functions: my.py:score needs the column 'level', which 2 of 9 rows of
     data.source=a.jsonl lack (rows 3, 7); the columns are answer, topic".
     """
-    for source, data in config.data.parts.items():
-        own = [prompt for prompt in prompts if prompt.source == source]
-        label = f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
+    for source, own, label in _sources(config, prompts, evaluation):
         for index in config.rewards_of(source):
             name, sets = needs[index]
             lacking = {prompt.row: missing for prompt in own if (missing := _missing(name, sets, prompt.columns))}
@@ -80,9 +78,7 @@ def check_environment_columns(
     config: Config, needed: Mapping[str, list[str]], prompts: list[Prompt], *, evaluation: bool = False
 ) -> None:
     """As check_columns(), of what environments ask a row for, by their names."""
-    for source, data in config.data.parts.items():
-        own = [prompt for prompt in prompts if prompt.source == source]
-        label = f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
+    for _, own, label in _sources(config, prompts, evaluation):
         lacking = {
             prompt.row: missing
             for prompt in own
@@ -92,6 +88,13 @@ def check_environment_columns(
             raise ValueError(
                 f"environment.factory={config.environment.factory} needs the column {_where(lacking, [], own, label)}"
             )
+
+
+def _sources(config: Config, prompts: list[Prompt], evaluation: bool) -> Iterator[tuple[str, list[Prompt], str]]:
+    """The name of every source, its prompts, and the setting that names it."""
+    for source, data in config.data.parts.items():
+        label = f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
+        yield source, [prompt for prompt in prompts if prompt.source == source], label
 
 
 def _where(lacking: dict[int, str], sets: Needs, prompts: list[Prompt], label: str) -> str:

@@ -4,11 +4,11 @@ Standard library only."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
+from infsample_rl.data.bounded_json import load_json
+
 MODELS = "/v1/models"
-MOST_NESTED = 100  # levels; far below where a JSON library, a chat template or pickle gives up
 LONGEST_PHRASE = 200
 LONGEST_SIZE = 18  # digits
 
@@ -47,18 +47,13 @@ def read_json(body: bytes) -> dict[str, Any]:
 def parse_json(text: str, what: str) -> Any:
     """The value of a JSON text. Refused for what is none, and for what templates and tokenizers would fail at."""
     try:
-        found = json.loads(text)
+        found = load_json(text)
         json.dumps(found, ensure_ascii=False).encode()
-        is_too_deep = _is_nested_deeper([found], MOST_NESTED)
-    except RecursionError:
-        is_too_deep = True
     except UnicodeEncodeError as error:
         half = error.object[error.start].encode("ascii", "backslashreplace").decode()
         raise Refused(f"{what} has {half}, half of a surrogate pair, which is no character") from None
     except ValueError as error:
         raise Refused(f"{what} must be JSON: {' '.join(str(error).split())}") from None
-    if is_too_deep:
-        raise Refused(f"{what} must be JSON of at most {MOST_NESTED} levels")
     return found
 
 
@@ -79,11 +74,3 @@ def list_models(name: str, context: int | None) -> dict[str, Any]:
     """The JSON of GET /v1/models for a server of one. `context`: most tokens of a prompt and its response."""
     model = {"id": name, "object": "model", "created": 0, "owned_by": "infsample_rl", "max_model_len": context}
     return {"object": "list", "data": [model]}
-
-
-def _is_nested_deeper(values: Iterable[Any], most: int) -> bool:
-    """Level by level: a function that called itself would fail where JSON does."""
-    for _ in range(most):
-        inner = [each.values() if isinstance(each, dict) else each for each in values if isinstance(each, (dict, list))]
-        values = [each for some in inner for each in some]
-    return any(isinstance(each, (dict, list)) for each in values)

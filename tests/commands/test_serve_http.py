@@ -39,12 +39,12 @@ def deep(levels: int) -> bytes:
     [
         ({"messages": [{"role": "user", "content": "\ud800"}]}, r"the body has \ud800, half of a surrogate pair"),
         ({"messages": ASKED, "\udfff": 1}, r"the body has \udfff, half of a surrogate pair"),
-        (b"[" * 10_000, "the body must be JSON of at most 100 levels"),
-        (deep(10_000), "the body must be JSON of at most 100 levels"),
-        (b'{"messages": ' + deep(900) + b"}", "the body must be JSON of at most 100 levels"),
+        (b"[" * 10_000, "the body must be JSON: it has more than 100 levels"),
+        (deep(10_000), "the body must be JSON: it has more than 100 levels"),
+        (b'{"messages": ' + deep(900) + b"}", "the body must be JSON: it has more than 100 levels"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 10_000}}]}]},
-            "a call's arguments must be JSON of at most 100 levels",
+            "a call's arguments must be JSON: it has more than 100 levels",
         ),
         (b'{"messages": "\xff"}', "the body must be JSON: 'utf-8' codec can't decode byte 0xff"),
     ],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from infsample_rl.data.plain_text import marked, special_tokens, unmarked
 from infsample_rl.data.turns import ToolCall, TurnTemplate
 from tests.conftest import byte_tokenizer
 
@@ -145,9 +146,9 @@ def of_chatml() -> TurnTemplate:
         ('{"name": {"add": 1}, "arguments": {}}', "there is no tool "),
         (
             f'{{"name": "add", "arguments": {{"a": {DEEP}}}}}',
-            "a tool call must be JSON: more than 64 lists and objects",
+            "a tool call must be JSON: it has more than 100 levels",
         ),
-        ('{"name": "add", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}", "a tool call must be JSON: more than 64"),
+        ('{"name": "add", "arguments": {"a": ' + "[" * 120 + "]" * 120 + "}}", "a tool call must be JSON: it has more"),
     ],
 )
 def test_whatever_a_policy_samples_is_answered(call, problem):
@@ -166,6 +167,13 @@ def test_an_observation_cannot_end_its_own_turn():
     assert tokenizer.decode(ids) == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
     special = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|eot_id|>"])
     assert [each for each in ids if each in special] == [special[0], special[1], special[0]]
+
+
+def test_a_special_token_is_found_before_one_that_it_begins_with():
+    tokenizer = tokenizer_of(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot_id|>", "<|eot_id|>, too"]})
+    text = marked("<|eot_id|>, too", special_tokens(tokenizer))
+    assert ", too" not in text and unmarked(text, tokenizer) == "<|eot_id|>, too"
 
 
 @pytest.mark.peers

@@ -75,6 +75,11 @@ class Old:
         return 1.0
 
 
+class Typed(Old):
+    def step(self, action: str):
+        return self.found
+
+
 @pytest.mark.parametrize(
     ("found", "ended"),
     [
@@ -128,6 +133,7 @@ def test_skyrls_environments_speak_in_messages():
         (SimpleNamespace(step=print), True, False),
         (Walk, False, True),
         (Old, True, True),
+        (Typed, True, True),
     ],
 )
 def test_forms_are_told_by_their_methods(kind, is_acted_in, can_begin):

@@ -121,7 +121,7 @@ class Tries:
         ),
         (
             lambda url, key, said: post(url, key, [*said, called("[" * 10_000), MORE]),
-            "400: the arguments in messages[2] must be JSON of at most 100 levels",
+            "400: the arguments in messages[2] must be JSON: it has more than 100 levels",
         ),
         (
             lambda url, key, said: post(url, key, [*said, {"role": "tool", "content": "4", "tool_call_id": "a"}]),
