@@ -45,9 +45,11 @@ class RolloutCalls(Observed):
         take_secrets(secrets)
         with lasting_imports():
             from infsample_rl.cluster.environments import environments_of
+            from infsample_rl.plan.learner_memory import resting_bytes
             from infsample_rl.rollout.worker import RolloutWorker
 
-        self.rollout = RolloutWorker(config, index, environments=environments_of(config))
+        reserved = resting_bytes(config) if config.takes_turns and config.rollout.takes_free_memory else 0
+        self.rollout = RolloutWorker(config, index, reserved_bytes=reserved, environments=environments_of(config))
         self.observe("rollout", index)
 
     def stream(self, order: bytes) -> Iterator[bytes | MicroGroupHeader | list[Completion] | StreamEnd]:
@@ -64,6 +66,10 @@ class RolloutCalls(Observed):
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
         manifest, buckets = published
         return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe)
+
+    def rest(self) -> None:
+        """Give the learner the device, until weights come."""
+        self.rollout.rest()
 
     def join_weight_link(self, meeting: StoreAddress, member: int, members: int) -> None:
         """The line to learner rank 0; every member must be asked."""
@@ -168,7 +174,9 @@ class LearnerCalls(Observed):
     def publish(self, version: int) -> Published:
         """Weights from rank 0, put into the object store a bucket at a time; every rank must be asked."""
         manifest, buckets = self.learner.publisher.export(version)
-        return manifest, [ray.put(bucket) for bucket in buckets]
+        published = manifest, [ray.put(bucket) for bucket in buckets]
+        self.learner.make_room()
+        return published
 
     def host_weight_link(self) -> StoreAddress:
         """Where the rollout workers meet rank 0."""

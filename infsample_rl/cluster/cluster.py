@@ -64,13 +64,13 @@ class Cluster:
         self._check_object_store()
         for group in worker_groups(self._config):
             self._calls.workers.start(group.role, group.count // group.ranks)
-        if self._config.cluster.colocate:
+        if self._config.shares_process:
             self._calls.workers.share("learner", "rollout")
 
     @phase("start")
     def start(self, checkpoint: str | None) -> None:
         """Wait for every worker, and connect the learner's ranks."""
-        for role in ("reward", "reference") if self._config.cluster.colocate else ("rollout", "reward", "reference"):
+        for role in ("reward", "reference") if self._config.shares_process else ("rollout", "reward", "reference"):
             self._await_start(role)
         try:
             self.learner.start(checkpoint)
@@ -90,7 +90,7 @@ class Cluster:
 
     def _check_object_store(self) -> None:
         """ValueError when weights that travel through the object store do not fit in it."""
-        if choose_transport(self._config.cluster) == "object_store":
+        if choose_transport(self._config) == "object_store":
             model = self._config.model
             lm = build_outline(
                 load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
@@ -106,6 +106,8 @@ class Cluster:
     def return_to(self, checkpoint: str | None, reason: str) -> None:
         """Give the step up and bring all learner ranks back from `checkpoint`; weights have to be published then."""
         self.traffic.abandon()
+        if self._config.takes_turns:
+            self.weights.release()
         while True:
             self._calls.workers.replace_all("learner", reason)
             try:
@@ -148,7 +150,7 @@ class LearnerRanks:
         """Write the learner's checkpoint into `folder`."""
         # Behind rows that may still be under way after a step was given up, on all ranks alike: in a process that also
         # samples those have a group.
-        group = {"concurrency_group": "learner"} if self._config.cluster.colocate else {}
+        group = {"concurrency_group": "learner"} if self._config.shares_process else {}
         limit = self._config.cluster.progress_timeout_s
         self._calls.ask(
             "learner", "saving the checkpoint", lambda rank: rank.save.options(**group).remote(folder), limit
@@ -164,7 +166,7 @@ def _begin_worker(
     index: int,
 ) -> tuple[Handle, ray.ObjectRef]:
     """Start a worker in its place, and ask it a first question."""
-    colocated = role == "learner" and config.cluster.colocate
+    colocated = role == "learner" and config.shares_process
     actor = ACTORS["colocated" if colocated else role].options(**session.options(role, index))
     of_role: dict[str, list[Any]] = {
         "learner": [config.cluster.learner_ranks, total_steps],

@@ -55,7 +55,7 @@ class Monitor:
         self._phases.ask(
             [
                 handle
-                for role in (roles if self._config.cluster.colocate else ("rollout", *roles))
+                for role in (roles if self._config.shares_process else ("rollout", *roles))
                 for index, handle in self._calls.workers.all(role).items()
                 if role != "rollout" or index not in telling
             ]

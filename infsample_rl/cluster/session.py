@@ -28,6 +28,7 @@ from infsample_rl.plan.placement import (
     Node,
     Reservation,
     Worker,
+    bundle_of,
     layout_table,
     nodes_text,
     refusal,
@@ -81,7 +82,7 @@ class Session:
     def _options(self, role: str, place: int) -> dict[str, Any]:
         group, (reservation, bundle) = self._groups[role], self._bundles[role, place]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
-        variables = allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)
+        variables = allocator_environment(role, group.gpus, samples=self._config.shares_process)
         python = rollout_interpreter(self._config) if role == "rollout" else None
         if python is not None:
             variables = variables | {DRIVERS_PYTHON: sys.executable}
@@ -131,7 +132,7 @@ class Session:
         """Ask for all reservations; wait as long as nodes may still come, saying what is missing, else ValueError."""
         wanted, asked = reservations(self._config), dict[str, PlacementGroup]()
         for item in wanted:
-            bundles = [self._groups[role].bundle for role, _ in item.workers]
+            bundles = [bundle_of(seat, self._groups) for seat in item.seats]
             name = f"{self._config.run.name}: {item.name}"
             asked[item.name] = placement_group(bundles, strategy=item.strategy, name=name)
         started, noted, wait_s = time.monotonic(), -NOTE_EVERY_S, self._config.cluster.wait_for_nodes_s
@@ -158,7 +159,7 @@ class Session:
         for item in wanted:
             for bundle, node_id in tables[item.name]["bundles_to_node_id"].items():
                 if node_id in nodes:
-                    nodes[node_id] = _given_back(nodes[node_id], self._groups[item.workers[bundle][0]].bundle)
+                    nodes[node_id] = _given_back(nodes[node_id], bundle_of(item.seats[bundle], self._groups))
         pending = " and ".join(item.name for item in wanted if tables[item.name]["state"] != "CREATED")
         there = list(nodes.values())
         no_place = f"Ray finds no place for all of {pending} on the nodes there are{nodes_text(there)}"
@@ -190,11 +191,11 @@ class Session:
 
 def _claim(reservation: Reservation, group: PlacementGroup, node_ids: dict[int, str]) -> dict[Worker, Bundle]:
     """Worker -> bundle. Learner ranks are numbered node by node, so that neighbours (learner.shard_ranks) share one."""
-    order = list(range(len(reservation.workers)))
+    order = list(range(len(reservation.seats)))
     if reservation.strategy == "PACK":
         first = {node_id: bundle for bundle, node_id in reversed(node_ids.items())}
         order.sort(key=lambda bundle: (first[node_ids[bundle]], bundle))
-    return {worker: (group, bundle) for worker, bundle in zip(reservation.workers, order, strict=True)}
+    return {worker: (group, bundle) for seat, bundle in zip(reservation.seats, order, strict=True) for worker in seat}
 
 
 def _nodes() -> dict[str, Node]:

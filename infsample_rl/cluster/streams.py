@@ -180,7 +180,7 @@ class RolloutStreams:
             return None
         self._weights.holders.discard(lost.index)
         self.decoding.discard(lost.index)
-        if self._config.cluster.colocate:
+        if self._config.shares_process:
             raise StepLost(f"{lost}, and with it a learner rank")
         return self._calls.workers.replace(lost)
 
@@ -247,7 +247,7 @@ class RolloutStreams:
 
     def _ask_for_work(self) -> None:
         """A worker has ended its part: ask the one that owes most for samples that it has not started."""
-        if self._backlog or not self._idle() or self._config.cluster.colocate or self._asked_back:
+        if self._backlog or not self._idle() or self._config.shares_process or self._asked_back:
             return
         busy = [stream for stream in self._streams.values() if not stream.has_nothing_to_give]
         if busy:

@@ -107,7 +107,7 @@ class Traffic:
     def _send_to_learn(self, rank: int, rows: list[tuple[RowWork, list[int]]]) -> None:
         handle = self._calls.workers.all("learner")[rank]
         method = handle.learn_rows
-        if self._config.cluster.colocate:  # in a thread beside the stream
+        if self._config.shares_process:  # in a thread beside the stream
             method = method.options(concurrency_group="learner")
         keys = sorted({key for _, of_row in rows for key in of_row})
         payloads = [self._micro_groups.payloads[key] for key in keys]
@@ -225,7 +225,7 @@ class Traffic:
     def abandon(self, *, for_good: bool = False) -> None:
         """Give the unfinished step up: end the streams, forget everything in flight. `for_good`: nothing is sampled any
         more, so that streams are waited for only where the learner's calls come behind them."""
-        self._rollout.abandon(drained=self._config.cluster.colocate or not for_good)
+        self._rollout.abandon(drained=self._config.shares_process or not for_good)
         self._micro_groups.forget(list(self._micro_groups.payloads))
         self._pending.clear()
         self._unsent_rows.clear()

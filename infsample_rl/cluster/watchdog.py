@@ -44,7 +44,7 @@ class Watchdog:
 
     def _process(self, role: str, index: int) -> Worker:
         """A process that samples and learns by turns is one."""
-        return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
+        return ("learner" if self._config.shares_process and role == "rollout" else role), index
 
     def silent(self, in_flight: list[Stream | PendingCall | Return]) -> dict[Worker, str]:
         """Workers that have to be given up, and why; before, it is said who has not moved."""

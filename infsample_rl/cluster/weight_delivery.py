@@ -48,8 +48,8 @@ class WeightDelivery:
         started, self._version, self._probe = time.monotonic(), version, probe
         while True:
             try:
-                colocate = self._config.cluster.colocate
-                rollout = self._calls.workers.all("rollout") if colocate else self._those_that_started()
+                together = self._config.shares_process
+                rollout = self._calls.workers.all("rollout") if together else self._those_that_started()
                 report = self._send(rollout)
                 break
             except WorkerLost as lost:
@@ -62,7 +62,7 @@ class WeightDelivery:
     def _send(self, rollout: dict[int, Handle]) -> WeightSyncReport:
         version, probe, limit = self._version, self._probe, self._config.cluster.progress_timeout_s
         what, gather = f"weights version {version} to reach the engines", self._calls.gather
-        transport = choose_transport(self._config.cluster)
+        transport = choose_transport(self._config)
         if transport == "local":
             reports = self._calls.ask("learner", what, lambda rank: rank.publish_here.remote(version, probe), limit)
         elif transport == "object_store":
@@ -145,6 +145,19 @@ class WeightDelivery:
                     "rollout", index, f"it has not started within {limit:g} s (cluster.progress_timeout_s)"
                 )
             self._calls.workers.still_has_no_place("rollout", index)
+
+    def release(self) -> None:
+        """Engines that take turns with the learner on its device give it weights and KV back, those that only start
+        too: none can sample until the next version."""
+        limit = self._config.cluster.start_timeout_s
+        while True:
+            try:
+                self._calls.ask("rollout", "engines to make room", lambda handle: handle.rest.remote(), limit)
+                break
+            except WorkerLost as lost:
+                self._calls.workers.replace(lost)
+        self.holders.clear()
+        self.returns.clear()
 
     def bring_back(self, index: int, handle: Handle) -> bool:
         """Let a new rollout worker load the version that samples, through the object store, behind whatever the learner

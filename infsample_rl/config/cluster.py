@@ -40,7 +40,9 @@ class ClusterConfig:
         None, "GPU that `plan` reckons with; none: the one found here", choices=DEVICE_TYPES
     )
     colocate: bool = setting(
-        False, "rollout and learner in one process for each learner rank; at one rank they share the weights"
+        False,
+        "rollout and learner on one device for each learner rank: in one process, which at one rank has the weights "
+        "once; with rollout.engine=vllm in two that take turns",
     )
     rollout_workers: int = setting(1, "rollout workers", low=1)
     rollout_gpus: float = setting(0.0, "GPUs of one rollout worker", low=0, high=1)
@@ -73,7 +75,7 @@ class ClusterConfig:
     )
     weight_sync: str = setting(
         "auto",
-        "how weights reach the engines; auto: in place when colocated, broadcast among GPUs, else through Ray's object "
+        "how weights reach the engines; auto: in place in one process, broadcast among GPUs, else through Ray's object "
         "store",
         choices=("auto", "object_store", "broadcast", "cuda_ipc"),
     )

@@ -263,7 +263,7 @@ class LearnerConfig:
         "merged",
         "what the engine is sent: merged weights, or the adapters, which it merges itself",
         choices=("merged", "adapters"),
-        read_if=lambda c: c.learner.lora_rank > 0 and not c.cluster.colocate,
+        read_if=lambda c: c.learner.lora_rank > 0 and not c.shares_process,
     )
     on_nonfinite: str = setting(
         "stop", "a NaN or infinite loss or gradient: stop the run, or skip the update", choices=("stop", "skip")

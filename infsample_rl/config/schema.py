@@ -50,9 +50,10 @@ PAIRS = (
         "learner.recompute_granularity=full",
         "ZeRO-3 gathers parameters in another order when it computes again; learner.backend=fsdp has selective",
     ),
-    ("cluster.colocate=true", "cluster.rollout_workers=cluster.learner_ranks", "they are the same processes"),
-    ("cluster.colocate=true", "cluster.rollout_gpus=cluster.learner_gpus", "they are the same processes"),
-    ("cluster.colocate=true", "cluster.weight_sync=auto", "nothing has to travel"),
+    ("cluster.colocate=true", "cluster.rollout_workers=cluster.learner_ranks", "each has its learner rank's place"),
+    ("cluster.colocate=true", "cluster.rollout_gpus=cluster.learner_gpus", "each has its learner rank's device"),
+    ("cluster.colocate=true", "cluster.weight_sync=auto", "colocated weights have one way"),
+    ("cluster.colocate=true", "rollout.tensor_parallel=1", "each learner rank's device holds a whole model by turns"),
     (
         "run.deterministic=true cluster.rollout_gpus=0",
         "model.dtype=float32",
@@ -67,7 +68,6 @@ PAIRS = (
     ("rollout.tensor_parallel>1", "cluster.rollout_gpus=0|1", "its processes cannot share a GPU"),
     ("rollout.engine=vllm", "cluster.weight_sync=auto|object_store|broadcast", "vLLM's memory is its own"),
     ("rollout.engine=vllm", "model.lm_head_fp32=false", "vLLM's head has the dtype of its weights"),
-    ("rollout.engine=vllm", "cluster.colocate=false", "vLLM has a process and an interpreter of its own"),
     ("rollout.engine=vllm learner.lora_rank>0", "learner.lora_publish=merged", "vLLM is given whole weights"),
     ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),
 )
@@ -180,6 +180,17 @@ class Config:
     def has_evaluations(self) -> bool:
         """Whether held-out problems are evaluated at all."""
         return self.run.eval_prompts > 0 and any(part.held_out is not None for part in self.data.parts.values())
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether a rollout worker and a learner rank are one process."""
+        return self.cluster.colocate and self.rollout.engine == "native"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a rollout worker and a learner rank are two processes on one device, of which one rests while the
+        other works."""
+        return self.cluster.colocate and self.rollout.engine == "vllm"
 
     @property
     def has_reference_workers(self) -> bool:

@@ -221,7 +221,7 @@ def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
     """What can be said without the model: packages, reward functions, this machine, folders. Returns the columns that
     each reward function reads."""
     needs = check_reward_functions(config.reward, config.environment.factory)
-    choose_transport(config.cluster)
+    choose_transport(config)
     check_optimizer(config.learner.optimizer)
     check_trackers(config)
     check_reward_environment(config)

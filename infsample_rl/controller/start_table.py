@@ -186,7 +186,8 @@ def _pool_text(config: Config, per_token: int) -> str:
     """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
     rollout = config.rollout
     if rollout.takes_free_memory:
-        beside = " and the learner's planned peak" if config.cluster.colocate else ""
+        beside = " and the learner's planned peak" if config.shares_process else ""
+        beside = " and the learner at rest" if config.takes_turns else beside
         free = f"of what is free after the weights{beside}"
         if config.cluster.rollout_gpus > 0:
             return f"{GPU_SHARE:g} {free}"
@@ -217,7 +218,7 @@ def _learner_text(config: Config) -> str:
         sharded = "1 rank, not sharded"
     else:
         sharded = f"FSDP2 over {learner.shard_ranks or ranks} of {ranks} ranks"
-    return f"{sharded}; weights to the engines: {choose_transport(config.cluster)}"
+    return f"{sharded}; weights to the engines: {choose_transport(config)}"
 
 
 def _source_lines(config: Config, num_rows: dict[str, int]) -> list[str]:

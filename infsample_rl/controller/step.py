@@ -99,7 +99,10 @@ class TrainingStep:
 
         `sampled`: groups whose samples still arrive. `rows_done` is called before the first optimizer step.
         """
-        run, backward_done = self._run, time.time()
+        run = self._run
+        if run.config.takes_turns:
+            run.cluster.weights.release()
+        backward_done = time.time()
         metrics: list[dict[str, float | None]] = []
         # after the first optimizer step the others are waited for, as long as a save would still have time
         with ExitStack() as begun:

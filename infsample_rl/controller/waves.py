@@ -17,15 +17,16 @@ Row = list[SampleSpec]
 class Waves:
     """Packs complete groups into rows and sends them to the learner.
 
-    With one update a step and learner.overlap, a wave goes out as soon as every rank has a row, while other prompts
-    still decode; the denominators are then provisional. Otherwise rows wait until the step's groups are all there, and
-    denominators are exact. With learner.grad_sync=last_row ranks need not keep step: a row goes to the rank that has
-    had the fewest tokens.
+    With one update a step and learner.overlap, unless engines need the learner's device, a wave goes out as soon as
+    every rank has a row, while other prompts still decode; the denominators are then provisional. Otherwise rows wait
+    until the step's groups are all there, and denominators are exact. With learner.grad_sync=last_row ranks need not
+    keep step: a row goes to the rank that has had the fewest tokens.
     """
 
     def __init__(self, config: Config, traffic: Traffic):
         self._config, self._traffic = config, traffic
-        self._streams = config.learner.overlap and config.objective.updates_per_step == 1
+        at_once = config.objective.updates_per_step > 1 or config.takes_turns
+        self._streams = config.learner.overlap and not at_once
         self._lockstep = config.learner.grad_sync == "every_row"
         self._prompts: dict[int, Prompt] = {}
         self._lengths: dict[int, int] = {}

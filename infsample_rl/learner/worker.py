@@ -35,7 +35,7 @@ from infsample_rl.model.lora import (
     merged_parameters,
     save_adapter_folder,
 )
-from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.model.peak_memory import process_memory, return_freed_memory
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.store import SignedStore, StoreAddress, host_store, open_store
 from infsample_rl.observe.phases import phase
@@ -58,6 +58,13 @@ class LearnerWorker(RowTrainer):
         """Rank 0 alone, before setup(): where the other ranks find it, at this address of this machine."""
         self._store, address = host_store(host, self.config.cluster.collective_timeout_s)
         return address
+
+    def make_room(self) -> None:
+        """Let go of what the allocator keeps of freed tensors, where an engine is to take its turn on this device."""
+        if self.config.takes_turns and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif self.config.takes_turns:
+            return_freed_memory()
 
     @phase("setup")
     def setup(self, checkpoint: str | None, meeting: StoreAddress | MaybeNone = None) -> dict[str, str | int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
+import sys
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 MALLCTL = getattr(ctypes.CDLL(None), "mallctl", None)  # jemalloc's, where it is loaded
 
@@ -73,6 +76,17 @@ def return_freed_memory() -> None:
     the next one's ill."""
     if MALLCTL is not None:
         MALLCTL(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # 4096: MALLCTL_ARENAS_ALL
+
+
+def give_pages_back(tensor: Tensor) -> None:
+    """Let the system have the memory of a tensor's storage on the CPU until it is written again: zeros, whole pages of
+    it at least."""
+    if sys.platform != "linux":
+        return
+    storage = tensor.untyped_storage()
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, whole)), mmap.MADV_DONTNEED)
 
 
 def mapped_weights_bytes() -> int:

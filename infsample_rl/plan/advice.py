@@ -10,7 +10,7 @@ from infsample_rl.config import Config
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import ProcessPlan, device_of, plan_role
+from infsample_rl.plan.processes import ProcessPlan, place_of, plan_role
 
 MOST_RANKS = 64
 PARTS = (2, 4, 8)  # GPUs over which the model of one worker is split
@@ -119,7 +119,7 @@ def _fits(config: Config, model: ModelOutline, role: str, changes: dict[str, Any
     if role == "reference" and changed.reference.placement == "learner":
         role = "learner"
     try:
-        return plan_role(changed, model, role).sum_bytes <= device_of(changed, role).usable_bytes
+        return plan_role(changed, model, role).sum_bytes <= place_of(changed, model, role).usable_bytes
     except ValueError:  # a pool too small for one prompt and one response
         return False
 

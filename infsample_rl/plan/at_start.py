@@ -7,7 +7,7 @@ import json
 from infsample_rl.config import Config
 from infsample_rl.plan.limits import idle_memory, largest_pool
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import device_of, plan_processes
+from infsample_rl.plan.processes import place_of, plan_processes
 
 FILE = "plan.json"
 
@@ -23,7 +23,7 @@ def plan_at_start(config: Config, valid_vocab: int, *, total_steps: int) -> tupl
         model = ModelOutline.of(config, valid_vocab)
         plans = plan_processes(config, model)
         sampling = next(plan for plan in plans if plan.role in ("rollout", "colocated"))
-        device = device_of(config, "learner" if config.cluster.colocate else "rollout")
+        device = place_of(config, model, sampling.role)
         idle = idle_memory(config, model, sampling, largest_pool(config, model, sampling, device))
     # a model unlike those that are known
     except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:

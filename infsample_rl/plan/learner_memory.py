@@ -21,6 +21,7 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowGroups, RowSettings, fullest_moment
 
 Lines = dict[str, int]
+OF_UPDATES = ("gradients", "whole gradients", "gathered")  # how lines begin of what an update alone holds
 # of torchao's AdamW8bit: values that share a float32 scale, the smallest tensor that is quantised
 BLOCK, SMALLEST_8BIT = 256, 4096
 
@@ -33,6 +34,14 @@ def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     device |= row_lines(config, model) | _buckets(config)
     device["loading, publishing or saving, beyond a step"] = beside - sum(device.values())
     return {name: size for name, size in device.items() if size > 0}, host
+
+
+def resting_bytes(config: Config, model: ModelOutline | None = None) -> int:
+    """Bytes that one rank holds between updates where it computes: no gradients, no row, nothing gathered."""
+    model = model or ModelOutline.of(config)
+    device, host = _state(config, model)
+    device |= _reference(config, model, host)
+    return sum(size for name, size in device.items() if not name.startswith(OF_UPDATES))
 
 
 def row_groups(prompt_tokens: int, response_tokens: int, row_tokens: int, group_size: int, prompts: int) -> RowGroups:
@@ -195,4 +204,4 @@ def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:
 def _buckets(config: Config) -> Lines:
     """Buffers for weights on their way that live as long as the run; those of the object store are there between
     updates only."""
-    return {"weight buckets": 2 * BUCKET_BYTES} if choose_transport(config.cluster) in ("broadcast", "cuda_ipc") else {}
+    return {"weight buckets": 2 * BUCKET_BYTES} if choose_transport(config) in ("broadcast", "cuda_ipc") else {}

@@ -18,6 +18,7 @@ SMALLEST_CPUS = 0.001  # of a worker that asks for nothing: Ray reserves no empt
 _KINDS = {"rollout": "worker", "learner": "rank", "reference": "worker", "reward": "worker"}  # of a role's processes
 
 Worker = tuple[str, int]  # role and index
+Seat = tuple[Worker, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +41,17 @@ class WorkerGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """Workers that are reserved together, all or none, by one of Ray's strategies: PACK, STRICT_PACK, SPREAD."""
+    """Workers that are reserved together, all or none, by one of Ray's strategies: PACK, STRICT_PACK, SPREAD. Those of
+    a seat share a bundle, and with it a GPU."""
 
     name: str
     strategy: str
-    workers: list[Worker]
+    seats: list[Seat]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Of all seats."""
+        return [worker for seat in self.seats for worker in seat]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +82,9 @@ class Node:
 
 
 def worker_groups(config: Config) -> list[WorkerGroup]:
-    """The processes of a run beside the driver: rollout is in the learner's when colocated, the reference's exist for a
-    KL term only."""
-    cluster = config.cluster
+    """The processes of a run beside the driver: rollout may be in the learner's, the reference's exist for a KL term
+    only. Two that take turns on a device have half of it each, in Ray's books."""
+    cluster, part = config.cluster, 0.5 if config.takes_turns else 1.0
 
     def group(role: str, count: int, gpus: float, ranks: int = 1, parts: int = 1) -> WorkerGroup:
         cpus = parts * cluster.cpus_per_worker
@@ -85,11 +92,11 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
 
     groups = [
         group("reward", cluster.reward_workers, cluster.reward_gpus),
-        group("learner", cluster.learner_ranks, cluster.learner_gpus),
+        group("learner", cluster.learner_ranks, part * cluster.learner_gpus),
     ]
-    if not cluster.colocate:
+    if not config.shares_process:
         parts = config.rollout.tensor_parallel  # processes of one worker, which vLLM starts
-        groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_gpus, parts=parts))
+        groups.insert(0, group("rollout", cluster.rollout_workers, part * cluster.rollout_gpus, parts=parts))
     if config.objective.needs_reference and config.reference.placement == "workers":
         count = cluster.reference_workers * cluster.reference_ranks
         groups.append(group("reference", count, cluster.reference_gpus, cluster.reference_ranks))
@@ -98,18 +105,29 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
 
 def reservations(config: Config) -> list[Reservation]:
     """What Ray is asked to reserve, in that order: ranks on few nodes, since they meet in every row, the others
-    over many. With cluster.weight_sync=cuda_ipc learner and engines share a GPU: one reservation on one node."""
+    over many. With cluster.weight_sync=cuda_ipc learner and engines share a GPU: one reservation on one node. A
+    learner rank and an engine that take turns have one seat."""
     groups = {group.role: group for group in worker_groups(config)}
-    places = {role: [(role, index) for index in range(group.count)] for role, group in groups.items()}
-    shares_gpu = config.cluster.weight_sync == "cuda_ipc" and not config.cluster.colocate
-    together = ["learner", "rollout"] if shares_gpu else ["learner"]
-    strategies = [("learner", "STRICT_PACK" if shares_gpu else "PACK", together)]
-    others = [role for role in ("reference", "rollout", "reward") if role in groups and role not in together]
-    strategies += [(role, "PACK" if groups[role].ranks > 1 else "SPREAD", [role]) for role in others]
-    return [
-        Reservation(name=name, strategy=strategy, workers=[place for role in roles for place in places[role]])
-        for name, strategy, roles in strategies
-    ]
+    seats: dict[str, list[Seat]] = {
+        role: [((role, index),) for index in range(group.count)] for role, group in groups.items()
+    }
+    shares_gpu = config.cluster.weight_sync == "cuda_ipc"
+    if shares_gpu:
+        seats["learner"] += seats.pop("rollout")
+    elif config.takes_turns:
+        seats["learner"] = [one + other for one, other in zip(seats["learner"], seats.pop("rollout"), strict=True)]
+    found = [Reservation(name="learner", strategy="STRICT_PACK" if shares_gpu else "PACK", seats=seats["learner"])]
+    for role in (role for role in ("reference", "rollout", "reward") if role in seats):
+        strategy = "PACK" if groups[role].ranks > 1 else "SPREAD"
+        found.append(Reservation(name=role, strategy=strategy, seats=seats[role]))
+    return found
+
+
+def bundle_of(seat: Seat, groups: dict[str, WorkerGroup]) -> dict[str, float]:
+    """What Ray reserves for those of a seat together."""
+    bundles = [groups[role].bundle for role, _ in seat]
+    names = {name for bundle in bundles for name in bundle}
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in sorted(names)}
 
 
 def total_cpus(config: Config) -> float:
@@ -193,7 +211,7 @@ def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
     absent = ", ".join(_group_text(group, group.count - places[group.role]) for group in missing)
     fewer = _fewer(config, nodes, places)
     roles = [group.role for group in groups if group.gpus > 0]
-    if config.cluster.colocate and "learner" in roles:  # rollout is in its processes, and has its setting
+    if config.shares_process and "learner" in roles:  # rollout is in its processes, and has its setting
         roles.insert(0, "rollout")
     without = [f"cluster.{role}_gpus=0" for role in roles]
     ways = []

@@ -12,7 +12,7 @@ from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.packed_attention import takes_flex_attention
 from infsample_rl.plan.devices import Device, gpu_of, host
-from infsample_rl.plan.learner_memory import learner_lines, row_groups
+from infsample_rl.plan.learner_memory import learner_lines, resting_bytes, row_groups
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.plan.rollout_memory import rollout_lines
@@ -65,6 +65,16 @@ def device_of(config: Config, role: str) -> Device:
     return gpu if gpus == 1 else replace(gpu, name=f"{gpus:g} of {gpu.name}", memory_bytes=int(gpus * gpu.memory_bytes))
 
 
+def place_of(config: Config, model: ModelOutline, role: str) -> Device:
+    """As device_of(), of a role as plans name it; an engine that takes turns with a learner rank has what that leaves
+    at rest."""
+    device = device_of(config, "learner" if role == "colocated" else role)
+    if role != "rollout" or not config.takes_turns:
+        return device
+    left = max(0, device.memory_bytes - resting_bytes(config, model))
+    return replace(device, name=f"{device.name} beside the learner at rest", memory_bytes=left)
+
+
 def plan_processes(config: Config, model: ModelOutline) -> list[ProcessPlan]:
     """Every role that holds a model. Reward workers are not among them: rules take little, and a reward model is not
     known here."""
@@ -84,12 +94,12 @@ def plan_role(config: Config, model: ModelOutline, role: str) -> ProcessPlan:
 
 def _plan(config: Config, model: ModelOutline, role: str, count: int, gpus: float) -> ProcessPlan:
     if role == "rollout":
-        lines, host_lines = rollout_lines(config, model, device_of(config, "rollout"))
+        lines, host_lines = rollout_lines(config, model, place_of(config, model, "rollout"))
     elif role == "reference":
         lines, host_lines = reference_lines(config, model), {}
     else:
         lines, host_lines = learner_lines(config, model)
-        if config.cluster.colocate:
+        if config.shares_process:
             role, lines = "colocated", _together(config, model, lines)
     return ProcessPlan(role=role, count=count, gpus=gpus, lines=lines, host_lines=host_lines)
 

@@ -144,7 +144,7 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))
-    if choose_transport(config.cluster) in ("broadcast", "cuda_ipc"):
+    if choose_transport(config) in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
     return lines | {"prefill of a prompt": _prefill(config, model)}
 

@@ -12,9 +12,10 @@ from infsample_rl.config import Config
 from infsample_rl.plan.advice import advise
 from infsample_rl.plan.decode_time import DecodeTime, decode_time
 from infsample_rl.plan.devices import Device, gigabytes, host
+from infsample_rl.plan.learner_memory import resting_bytes
 from infsample_rl.plan.limits import idle_memory, largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import ProcessPlan, device_of, plan_processes
+from infsample_rl.plan.processes import ProcessPlan, place_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
 
 SAMPLE_TOKEN_BYTES = 16  # id, log-probability, that of a truncated distribution, the reference's: 4 each
@@ -116,18 +117,23 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
             config=config,
             model=model,
             process=process,
-            device=device_of(config, "learner" if process.role == "colocated" else process.role),
+            device=place_of(config, model, process.role),
         )
         for process in plan_processes(config, model)
     ]
-    sampling = device_of(config, "learner" if config.cluster.colocate else "rollout")
+    sampling = place_of(config, model, "colocated" if config.shares_process else "rollout")
+    on_cpu = [role.process for role in roles if role.process.gpus == 0]
+    host_bytes = {process.role: process.count * process.sum_bytes for process in on_cpu}
+    if config.takes_turns and "learner" in host_bytes:  # the fuller turn
+        resting = config.cluster.learner_ranks * resting_bytes(config, model)
+        host_bytes["learner"] = max(host_bytes["learner"] - host_bytes["rollout"], resting)
     return RunPlan(
         model=config.model.path,
         dtype=config.model.dtype,
         parameters=model.num_parameters,
         roles=roles,
         decode=decode_time(config, model, sampling, lengths),
-        host_bytes=sum(role.process.count * role.process.sum_bytes for role in roles if role.process.gpus == 0),
+        host_bytes=sum(host_bytes.values()),
         host_room=host().memory_bytes,
         waiting_bytes=(SAMPLE_TOKEN_BYTES + LIKELY_TOKEN_BYTES * config.objective.teacher_top_k)
         * (config.samples_per_step * config.rollout.max_new_tokens),

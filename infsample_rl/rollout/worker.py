@@ -130,6 +130,11 @@ class RolloutWorker:
         self.begin_version(report.version, probe)
         return report
 
+    @phase("sync")
+    def rest(self) -> None:
+        """Give weights and KV back until weights come. Not while a stream runs."""
+        self.engine.rest()
+
     def join_weight_link(self, meeting: StoreAddress, member: int, members: int) -> None:
         """The line to learner rank 0, which joins at the same time, in place of any that was there."""
         if self.link is not None:

@@ -312,7 +312,10 @@ WRONG = [
         "rollout.predictor must be none or bert with rollout.engine=vllm, rollout.schedule=infinite, got probe",
     ),
     (["rollout.engine=vllm", "rollout.speculate=3"], "rollout.speculate must be auto or 0 with rollout.engine=vllm"),
-    (["rollout.engine=vllm", "cluster.colocate=true"], "cluster.colocate must be false with rollout.engine=vllm"),
+    (
+        ["rollout.engine=vllm", "cluster.colocate=true", "rollout.tensor_parallel=2"],
+        "rollout.tensor_parallel must be 1 with cluster.colocate=true, got 2",
+    ),
     (["rollout.engine=vllm", "rollout.preemption=park"], "rollout.preemption must be auto or recompute with rollout"),
     (["rollout.engine=vllm", "rollout.schedule=dynamic_slot"], "rollout.schedule must be token_budget or"),
     (["rollout.tensor_parallel=2"], "rollout.engine must be vllm with rollout.tensor_parallel=2, got native"),

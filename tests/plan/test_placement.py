@@ -13,6 +13,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.plan.placement import (
     Node,
     WorkerGroup,
+    bundle_of,
     plan,
     refusal,
     reservations,
@@ -77,6 +78,19 @@ def test_learner_and_engine_that_share_a_gpu_are_one_reservation_on_one_node():
     )
     assert reservations(config)[0].strategy == "STRICT_PACK"
     assert reservations(config)[0].workers == [("learner", 0), ("rollout", 0), ("rollout", 1)]
+
+
+def test_an_engine_that_takes_turns_has_the_seat_of_its_learner_rank_and_half_of_the_gpu_in_rays_books():
+    gpus = ["cluster.learner_gpus=1", "cluster.rollout_gpus=1"]
+    turns = ["objective=no_kl", "cluster.colocate=true", "rollout.engine=vllm", *gpus]
+    config = load_config(turns)
+    groups = {group.role: group for group in worker_groups(config)}
+    learner = reservations(config)[0]
+    assert learner.strategy == "PACK"
+    assert learner.seats == [(("learner", rank), ("rollout", rank)) for rank in range(2)]
+    assert bundle_of(learner.seats[0], groups) == {"CPU": 2.0, "GPU": 1.0} and total_gpus(config) == 2
+    assert len(plan(config, [node("a", 8, 2)])) == 5 and refusal(config, [node("a", 8, 2)]) is None
+    assert "cluster.learner_ranks=1 cluster.rollout_workers=1" in refusal(config, [node("a", 8, 1)])
 
 
 def test_eight_gpus_on_two_nodes_and_a_head_without_one():

@@ -247,6 +247,18 @@ def test_vllm_has_its_own_lines_and_each_process_of_a_split_model_its_share(caps
     assert "of preempted KV" not in capsys.readouterr().out
 
 
+def test_of_engine_and_learner_that_take_turns_each_has_what_the_other_leaves_at_rest(capsys):
+    settings = ["rollout.engine=vllm", "rollout.kv_budget_tokens=4096", "learner.optimizer=adamw"]
+    apart, turns = (plan_json(capsys, *settings, f"cluster.colocate={each}")[1] for each in ("false", "true"))
+    sums = [[process["sum_bytes"] for process in plan["processes"]] for plan in (apart, turns)]
+    assert sums[0] == sums[1] and apart["host_bytes"] == 2 * sum(sums[0])
+    learner = next(process for process in turns["processes"] if process["role"] == "learner")
+    resting = 2 * sum(lines(learner)[name] for name in ("float32 shards", "optimizer's moments"))
+    assert turns["host_bytes"] == max(2 * sums[0][1], 2 * sums[0][0] + resting) < apart["host_bytes"]
+    room = [plan["processes"][0]["usable_bytes"] for plan in (apart, turns)]
+    assert room[0] - room[1] == pytest.approx(resting / 2, rel=0.2)
+
+
 @pytest.mark.slow
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):
     """0.2 % less than all 8,192 simulated, which takes a hundred times as long."""

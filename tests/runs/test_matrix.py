@@ -121,6 +121,8 @@ def plain_policy(train):
         ("cluster.weight_sync=broadcast", "cluster.rollout_workers=2"),
         ("rollout.schedule=arrival",),
         ("rollout.kv_budget_tokens=160", "learner.lora_rank=4"),
+        ("cluster.colocate=true", "learner.lora_rank=4"),
+        ("cluster.colocate=true", "cluster.rollout_workers=2", "cluster.learner_ranks=2", "run.eval_every=1"),
     ],
 )
 def test_with_vllm_every_sample_of_every_step_is_the_same(no_kl, plain_policy, changes):
@@ -317,9 +319,10 @@ def test_a_rollout_worker_that_is_killed_changes_no_bit(command, plain, tmp_path
 
 
 @pytest.mark.slow
-def test_a_vllm_that_is_killed_is_replaced_and_draws_the_same(command, plain_policy, tmp_path):
-    run = tmp_path / "run"
-    kill_a_decoding_worker(command(run, "objective=no_kl", "rollout.engine=vllm", f"model.path={POLICY}"), run)
+@pytest.mark.parametrize("colocate", ["false", "true"])
+def test_a_vllm_that_is_killed_is_replaced_and_draws_the_same(command, plain_policy, tmp_path, colocate):
+    run, place = tmp_path / "run", f"cluster.colocate={colocate}"
+    kill_a_decoding_worker(command(run, "objective=no_kl", "rollout.engine=vllm", f"model.path={POLICY}", place), run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row, wanted in zip(rows, plain_policy.rows, strict=True):
         close(row, wanted)

@@ -27,7 +27,7 @@ from torch import Tensor
 from infsample_rl.config import ClusterConfig
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.store import SignedStore
-from infsample_rl.model.weight_sync.transport import broadcast_backend, choose_transport
+from infsample_rl.model.weight_sync.transport import broadcast_backend
 
 _LOOK_S = 0.1  # how often a waiting member looks whether another one failed
 
@@ -207,7 +207,7 @@ class WeightLink:
 def join_link(cluster: ClusterConfig, store: SignedStore, member: int, members: int) -> WeightLink:
     """The link of a run: member 0 is learner rank 0 with its host_store(), the others are the rollout workers with
     their open_store()."""
-    transport = choose_transport(cluster)
+    transport = "cuda_ipc" if cluster.weight_sync == "cuda_ipc" else "broadcast"
     on_gpu = transport == "cuda_ipc" or broadcast_backend(cluster) == "nccl"
     device = torch.device("cuda" if on_gpu else "cpu")
     # While member 0 waits for a rollout worker, the other ranks wait for it in a collective: that one must not run out

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from infsample_rl.config import ClusterConfig
+from infsample_rl.config import ClusterConfig, Config
 
 _STORE_MARGIN = 0.1  # of the weights' bytes, beside _STORE_SPARE: for samples and rewards on their way
 _STORE_SPARE = 64 * 2**20
 
 
-def choose_transport(cluster: ClusterConfig) -> str:
+def choose_transport(config: Config) -> str:
     """local, object_store, broadcast or cuda_ipc. ValueError for cuda_ipc without a GPU that learner and engine share.
 
-    auto: local when colocated (nothing travels), broadcast where learner and engines have whole GPUs, else
+    auto: local in one process (nothing travels), broadcast where learner and engines have whole GPUs of their own, else
     object_store.
     """
-    if cluster.colocate:
+    cluster = config.cluster
+    if config.shares_process:
         return "local"
     if cluster.weight_sync == "auto":
-        return "broadcast" if broadcast_backend(cluster) == "nccl" else "object_store"
+        by_nccl = broadcast_backend(cluster) == "nccl" and not config.takes_turns
+        return "broadcast" if by_nccl else "object_store"
     if cluster.weight_sync == "cuda_ipc":
         _check_shared_gpu(cluster)
     return cluster.weight_sync

@@ -21,17 +21,19 @@ def open_engine(
     *,
     reserved_bytes: int = 0,
 ) -> RolloutEngine:
-    """The engine of a run. `model`: the policy, where this process has it already, beside which `reserved_bytes` are
-    left to others; else it is loaded. `memory`: of this process, which forgets what loading took."""
+    """The engine of a run, beside which `reserved_bytes` are left to a learner that is still to come. `model`: the
+    policy, where this process has it already; else it is loaded. `memory`: of this process, which forgets what loading
+    took."""
     if config.rollout.engine == "vllm":
         from infsample_rl.rollout.engine.vllm_engine import VLLMEngine
 
-        return VLLMEngine(config, tokenizer, sharers=config.cluster.rollout_workers, shared_probe=True)
+        sharers = config.cluster.rollout_workers
+        return VLLMEngine(config, tokenizer, sharers=sharers, reserved_bytes=reserved_bytes, shared_probe=True)
     if model is None:
         model = load_model(config.model, torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu"))
         memory.reset()  # pages of the file that was read, which the system takes back when it wants to
     learner = config.learner
-    merges = learner.lora_rank > 0 and learner.lora_publish == "adapters" and not config.cluster.colocate
+    merges = learner.lora_rank > 0 and learner.lora_publish == "adapters" and not config.shares_process
     return SamplingEngine(
         model,
         tokenizer,

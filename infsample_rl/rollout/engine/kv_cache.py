@@ -6,15 +6,13 @@ Letters: L layers, G pages, S tokens of a page, H kv heads, D head size, T token
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import sys
 
 import torch
 from torch import Tensor
 
 from infsample_rl.model.architecture import KVShape
+from infsample_rl.model.peak_memory import give_pages_back
 from infsample_rl.types import MaybeNone
 
 LARGEST = 127.0  # what a scale's largest |value| is stored as; -128 is not used
@@ -69,10 +67,8 @@ class PagedKV:
         On the CPU, where a learner beside the engine may need it; what is written again is faulted in again, about 0.3
         s a GB.
         """
-        if self.device.type == "cpu" and sys.platform == "linux":
-            first = -(-self.store.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            whole = (self.store.data_ptr() + self.store.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, whole)), mmap.MADV_DONTNEED)
+        if self.device.type == "cpu":
+            give_pages_back(self.store)
 
     def token_index(self, pages: Tensor, positions: Tensor) -> Tensor:
         """Where tokens lie in a layer: token `positions[..., t]` of the sequence whose pages are `pages[..., :]`."""

@@ -226,6 +226,11 @@ class RolloutEngine(ABC):
         running steps."""
         return 0 if self._loop is None else self._loop.planner.num_waiting
 
+    def rest(self) -> None:
+        """Give the memory of weights and KV back until load(), where a learner waits for it. Not while a stream
+        runs."""
+        raise RuntimeError(f"{type(self).__name__} does not take turns with a learner")
+
     def begin_version(self, version: int) -> None:
         """Sample as policy `version` from now on: its weights have arrived."""
         self.policy_version = version

@@ -58,10 +58,12 @@ class VLLMEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         *,
         sharers: int = 1,
+        reserved_bytes: int = 0,
         stop_token_ids: set[int] | None = None,
         shared_probe: bool = False,
     ) -> None:
-        """`sharers`, `stop_token_ids`, `shared_probe`: as SamplingEngine's. RuntimeError in one line where this vLLM,
+        """`sharers`, `stop_token_ids`, `shared_probe`: as SamplingEngine's. `reserved_bytes`: that a learner at rest
+        holds of the device, now or soon. RuntimeError in one line where this vLLM,
         or vLLM with this model, cannot run."""
         self._device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self._gpu_part = config.cluster.rollout_gpus or 1.0
@@ -77,9 +79,12 @@ class VLLMEngine(RolloutEngine):
         # in each process, as all bytes here
         self._page_bytes = KVShape.of(architecture).page_bytes(rollout.page_size, dtype) // rollout.tensor_parallel
         self._longest = config.data.max_prompt_tokens
-        self._pages = self._num_pages(sharers)
+        self._pages = self._num_pages(sharers, reserved_bytes)
         self._vllm = _new_vllm()
         self._llm = self._start(config)
+        self._rests = False
+        if config.takes_turns:
+            self.rest()
 
     @property
     def num_pages(self) -> int:
@@ -97,13 +102,25 @@ class VLLMEngine(RolloutEngine):
         """Rows that vLLM has made give way since its start, as it counts them."""
         return sum(int(each.value) for each in self._llm.get_metrics() if each.name == "vllm:num_preemptions")
 
-    def _num_pages(self, sharers: int) -> int:
+    def rest(self) -> None:
+        """As RolloutEngine's: vLLM's sleep mode of level 2, which on the CPU is this package's own."""
+        if self._rests:
+            return
+        if self._loop is not None:
+            self._loop.free()
+            self._loop = None
+        self._llm.sleep(level=2)
+        self._llm.collective_rpc("release_host_memory")
+        self._rests = True
+
+    def _num_pages(self, sharers: int, reserved_bytes: int) -> int:
         """Blocks of the pool; each full response of the default budget has one more, for its prompt's last tokens."""
         config, prompts = self.config, [self._longest] * self.config.most_prompts
         free = None
         if config.takes_free_memory:
             weights = sum(parameter.nbytes for parameter in self._outline.parameters())
-            free = max(0, free_bytes(self._device, self._gpu_part) - weights // config.tensor_parallel)
+            free = free_bytes(self._device, self._gpu_part) - unclaimed_bytes(self._device, reserved_bytes)
+            free = max(0, free - weights // config.tensor_parallel)
             free = free_for_pool(free, on_gpu=self._device.type == "cuda", sharers=sharers)
         pages = num_pool_pages(config, page_bytes=self._page_bytes, prompts=prompts, free_bytes=free)
         return pages if config.has_budget else pages + (config.num_slots or 0)
@@ -130,6 +147,7 @@ class VLLMEngine(RolloutEngine):
                 enable_prefix_caching=True,
                 enforce_eager=not on_gpu,
                 async_scheduling=False,
+                enable_sleep_mode=config.takes_turns and on_gpu,
                 disable_log_stats=False,
                 use_tqdm_on_load=False,
                 logprobs_mode="processed_logprobs",
@@ -159,6 +177,8 @@ class VLLMEngine(RolloutEngine):
         llm.reset_prefix_cache()
 
     def _allocate(self, prompt_indices: Sequence[int], sizes: Sequence[int]) -> None:
+        if self._rests:
+            raise RuntimeError("vLLM has given its weights back, and none have come since")
         for index, size in zip(prompt_indices, sizes, strict=True):
             check_pages(self._pages, self.config, size, f"prompt {index}", page_bytes=self._page_bytes)
             if size > self._longest:
@@ -189,6 +209,8 @@ class VLLMEngine(RolloutEngine):
         """Weights into every process of vLLM; nothing that old weights computed is used again."""
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("weights came while vLLM had unfinished requests")
+        if self._rests:
+            self._llm.wake_up(tags=["weights"])
         tensors = unpack_tensors(manifest, buckets, bucket_bytes)
         if self.config.tensor_parallel == 1:  # in this process
             self._llm.collective_rpc("load_tensors", args=(tensors,))
@@ -196,6 +218,9 @@ class VLLMEngine(RolloutEngine):
             with tempfile.TemporaryDirectory(dir=_shared_folder()) as folder:
                 save_file(dict(tensors), Path(folder) / "weights.safetensors")
                 self._llm.collective_rpc("load_file", args=(str(Path(folder) / "weights.safetensors"),))
+        if self._rests:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._rests = False
         self._llm.reset_prefix_cache()
 
 
@@ -216,6 +241,15 @@ def _new_vllm() -> Any:
             f"{vllm.__version__}"
         )
     return vllm
+
+
+def unclaimed_bytes(device: torch.device, reserved_bytes: int) -> int:
+    """What is still to be taken of bytes that another process reserves on a device: on a GPU, what is taken already is
+    seen."""
+    if device.type != "cuda":
+        return reserved_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, reserved_bytes - (total - free))
 
 
 def _shared_folder() -> str | None:

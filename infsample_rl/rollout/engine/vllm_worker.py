@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
+from infsample_rl.model.peak_memory import give_pages_back, return_freed_memory
 from infsample_rl.model.policy_head import masked_index
 from infsample_rl.rollout.engine.sampler import Sampler
 
@@ -116,6 +117,19 @@ class WorkerExtension:
             # A head that shares the embedding's weights is not told of new ones, of which the CPU's product has a copy.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+    def release_host_memory(self) -> None:
+        """On the CPU, where vLLM has no sleep mode: give the system the pages of weights and KV, which are zeros until
+        they are written again, and drop what products have packed, which new weights pack again."""
+        if self.device.type != "cpu":
+            return
+        model = self.model_runner.get_model()
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None
+        for tensor in [*model.parameters(), *self.model_runner.kv_caches]:
+            give_pages_back(tensor)
+        return_freed_memory()
 
     def load_file(self, path: str) -> None:
         """Take the weights that a safetensors file holds."""

@@ -3,10 +3,19 @@ starts."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from infsample_rl.config import ClusterConfig
 from infsample_rl.model.weight_sync.transport import broadcast_backend, check_object_store, choose_transport
+
+
+def config(engine: str = "native", **settings) -> SimpleNamespace:
+    """What of a Config the transport follows from."""
+    made = cluster(**settings)
+    together = {"shares_process": engine == "native", "takes_turns": engine == "vllm"} if made.colocate else {}
+    return SimpleNamespace(cluster=made, **{"shares_process": False, "takes_turns": False} | together)
 
 
 def cluster(**settings) -> ClusterConfig:
@@ -22,6 +31,7 @@ def cluster(**settings) -> ClusterConfig:
     [
         ({}, "object_store"),
         ({"colocate": True}, "local"),
+        ({"colocate": True, "engine": "vllm", "learner_gpus": 1, "rollout_gpus": 1}, "object_store"),
         ({"learner_gpus": 1, "rollout_gpus": 1}, "broadcast"),
         ({"learner_gpus": 1, "rollout_gpus": 0.5}, "object_store"),
         ({"learner_gpus": 1}, "object_store"),
@@ -31,7 +41,7 @@ def cluster(**settings) -> ClusterConfig:
     ],
 )
 def test_the_transport_follows_from_the_settings(settings, transport):
-    assert choose_transport(cluster(**settings)) == transport
+    assert choose_transport(config(**settings)) == transport
 
 
 def test_nccl_only_among_whole_gpus():
@@ -52,7 +62,7 @@ def test_nccl_only_among_whole_gpus():
 )
 def test_cuda_ipc_without_a_shared_gpu_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        choose_transport(cluster(weight_sync="cuda_ipc", **settings))
+        choose_transport(config(weight_sync="cuda_ipc", **settings))
 
 
 def test_an_object_store_too_small_for_one_version_is_refused_with_the_smallest_that_works():

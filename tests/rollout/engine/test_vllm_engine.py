@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.cluster.rollout_interpreter import MADE_HERE
+from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config import ModelConfig, RolloutConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.tokenizer import load_tokenizer
@@ -43,10 +45,10 @@ RUNS = {
 }
 
 
-def run_vllm(folder: Path, asked: list, *, environment: dict[str, str] | None = None) -> dict:
+def run_vllm(folder: Path, asked: list, *, policy: str = POLICY, environment: dict[str, str] | None = None) -> dict:
     """What vllm_script.py finds."""
     assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
-    command = [str(MADE_HERE), str(SCRIPT), POLICY, json.dumps(asked), str(folder / "found.json")]
+    command = [str(MADE_HERE), str(SCRIPT), policy, json.dumps(asked), str(folder / "found.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -116,3 +118,32 @@ def test_a_model_split_over_two_processes_gives_the_same_samples(found, tmp_path
     settings = {**PLAIN, "slots": 6, "tensor_parallel": 2}
     split = run_vllm(tmp_path, [["split", settings, options]])["split"]
     assert split["tokens"] == found["other weights"]["tokens"]
+
+
+@pytest.mark.slow
+def test_between_turns_it_samples_nothing_and_then_with_the_weights_that_came(found, tmp_path, other_weights):
+    options = {"prompts": PROMPTS, "weights": str(other_weights), "turns": True}
+    turns = run_vllm(tmp_path, [["turns", {**PLAIN, "slots": 6}, options]])["turns"]
+    assert "none have come since" in turns["refused"]
+    assert turns["tokens"][0] != turns["tokens"][1] == found["other weights"]["tokens"]
+
+
+@pytest.mark.slow
+def test_between_turns_it_holds_neither_weights_nor_kv(tmp_path):
+    """With the allocator that a run gives it."""
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+            num_key_value_heads=16, head_dim=64, max_position_embeddings=1024,
+        )
+    )  # fmt: skip
+    weights, folder = sum(parameter.nbytes for parameter in model.parameters()), tmp_path / "model"
+    model.save_pretrained(folder)
+    load_tokenizer(ModelConfig(path=POLICY)).save_pretrained(folder)
+    settings = {"group_size": 16, "max_new_tokens": 32, "kv_budget_tokens": 2048}
+    options = {"prompts": PROMPTS, "weights": str(folder), "turns": True}
+    environment = allocator_environment("rollout", 0)
+    found = run_vllm(tmp_path, [["turns", settings, options]], policy=str(folder), environment=environment)["turns"]
+    started, *turns = found["resident"]
+    for awake, asleep in (turns[:2], turns[2:]):
+        assert awake - started > 0.9 * weights and awake - asleep > 0.9 * weights

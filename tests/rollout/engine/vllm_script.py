@@ -10,16 +10,18 @@ import json
 import sys
 from pathlib import Path
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RolloutConfig
+from infsample_rl.config import ClusterConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
+from infsample_rl.model.peak_memory import status_bytes
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of, stream_buckets
 from infsample_rl.model.weight_sync.sync import load_published
 from infsample_rl.rollout.engine.vllm_engine import VLLMEngine
 
 
-def config_of(model: str, settings: dict) -> Config:
+def config_of(model: str, settings: dict, *, takes_turns: bool = False) -> Config:
     return Config(
+        cluster=ClusterConfig(colocate=takes_turns),
         model=ModelConfig(path=model, dtype="float32"),
         rollout=RolloutConfig(engine="vllm", **settings),
         data=DataConfig(source="any", max_prompt_tokens=128),
@@ -38,11 +40,33 @@ def publish(engine: VLLMEngine, folder: str) -> None:
     engine.begin_version(1)
 
 
+def take_turns(config: Config, options: dict, weights: str) -> dict:
+    """Samples of a first turn and, with other weights, of a second, and the process's own memory in between."""
+    engine = VLLMEngine(config, load_tokenizer(config.model))
+    resident, tokens, refused = [status_bytes("RssAnon")], [], ""
+    try:
+        engine.generate(options["prompts"], seed=0, step=1)
+    except RuntimeError as error:
+        refused = str(error)
+    for folder in (config.model.path, weights):
+        publish(engine, folder)
+        resident.append(status_bytes("RssAnon"))
+        groups = engine.generate(options["prompts"], seed=0, step=1)
+        tokens.append([[sample.token_ids.tolist() for sample in group] for group in groups])
+        engine.rest()
+        resident.append(status_bytes("RssAnon"))
+    pool = engine.num_pages * engine._page_bytes
+    return {"resident": resident, "tokens": tokens, "refused": refused, "pool": pool}
+
+
 def main(model: str, asked: list, out: str) -> None:
     found = {}
     for name, settings, options in asked:
         options = dict(options)
         prompts, weights = options.pop("prompts"), options.pop("weights", None)
+        if options.pop("turns", False):
+            found[name] = take_turns(config_of(model, settings, takes_turns=True), {"prompts": prompts}, weights)
+            continue
         config = config_of(model, settings)
         engine = VLLMEngine(config, load_tokenizer(config.model), stop_token_ids=set(options.pop("stops", [])) or None)
         if weights is not None:
