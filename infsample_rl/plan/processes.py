@@ -101,6 +101,8 @@ def _plan(config: Config, model: ModelOutline, role: str, count: int, gpus: floa
         lines, host_lines = learner_lines(config, model)
         if config.shares_process:
             role, lines = "colocated", _together(config, model, lines)
+    if config.takes_turns and role in ("rollout", "learner"):
+        gpus = config.cluster.learner_gpus  # all of them in its turn, half of them in Ray's books
     return ProcessPlan(role=role, count=count, gpus=gpus, lines=lines, host_lines=host_lines)
 
 
