@@ -83,3 +83,20 @@ def test_an_engine_that_holds_another_version_ends_the_run(fake_ray):
     )
     with pytest.raises(RuntimeError, match="hold weights version 2, version 3 was published"):
         delivery.publish(3, None)
+
+
+def test_engines_that_take_turns_rest_before_the_learner_works_and_hold_no_version_until_the_next(fake_ray):
+    """One that is lost is replaced, and rests too, so that nothing of it comes in the learner's way."""
+    loads = {"load_weights": Method(lambda *_: Ref(report(3)))}
+    first, gone, spare = (
+        Handle(rest=Method(None), **loads),
+        Handle(rest=Method(DIED)),
+        Handle(rest=Method(None), **loads),
+    )
+    learner = [Handle(publish=Method(lambda *_: Ref("weights"))) for _ in range(2)]
+    settings = ["rollout.engine=vllm", "cluster.colocate=true"]
+    delivery = make(settings, spares=[spare], rollout=[first, gone], learner=learner)
+    delivery.holders.update([0, 1])
+    delivery.release()
+    assert fake_ray.killed == [gone] and len(spare.rest.calls) == 1 and delivery.holders == set()
+    assert delivery.publish(3, None).version == 3 and delivery.holders == {0, 1}

@@ -78,6 +78,7 @@ class VLLMEngine(RolloutEngine):
         self._outline = build_outline(architecture, dtype, trust_remote_code=config.model.trust_remote_code)
         # in each process, as all bytes here
         self._page_bytes = KVShape.of(architecture).page_bytes(rollout.page_size, dtype) // rollout.tensor_parallel
+        self._weight_bytes = sum(each.nbytes for each in self._outline.parameters()) // rollout.tensor_parallel
         self._longest = config.data.max_prompt_tokens
         self._pages = self._num_pages(sharers, reserved_bytes)
         self._vllm = _new_vllm()
@@ -118,9 +119,8 @@ class VLLMEngine(RolloutEngine):
         config, prompts = self.config, [self._longest] * self.config.most_prompts
         free = None
         if config.takes_free_memory:
-            weights = sum(parameter.nbytes for parameter in self._outline.parameters())
             free = free_bytes(self._device, self._gpu_part) - unclaimed_bytes(self._device, reserved_bytes)
-            free = max(0, free - weights // config.tensor_parallel)
+            free = max(0, free - self._weight_bytes)
             free = free_for_pool(free, on_gpu=self._device.type == "cuda", sharers=sharers)
         pages = num_pool_pages(config, page_bytes=self._page_bytes, prompts=prompts, free_bytes=free)
         return pages if config.has_budget else pages + (config.num_slots or 0)
@@ -129,7 +129,7 @@ class VLLMEngine(RolloutEngine):
         rollout = self.config
         most_rows = max(rows_in(each, self._pages, [1]) for each in (rollout, evaluation_config(rollout)))
         longest = self._longest + rollout.max_new_tokens
-        on_gpu = self._device.type == "cuda"
+        on_gpu, pool_bytes = self._device.type == "cuda", (self._pages + 1) * self._page_bytes
         try:
             llm = self._vllm.LLM(
                 model=config.model.path,
@@ -141,7 +141,8 @@ class VLLMEngine(RolloutEngine):
                 max_model_len=longest,
                 block_size=rollout.page_size,
                 num_gpu_blocks_override=self._pages + 1,  # vLLM keeps one for itself
-                kv_cache_memory_bytes=(self._pages + 1) * self._page_bytes,
+                kv_cache_memory_bytes=pool_bytes,
+                gpu_memory_utilization=self._share_of_device(pool_bytes),
                 max_num_seqs=most_rows,
                 max_num_batched_tokens=max(LEAST_BATCH, longest + most_rows * rollout.page_size),
                 enable_prefix_caching=True,
@@ -167,6 +168,14 @@ class VLLMEngine(RolloutEngine):
         if found != self._pages + 1:
             raise RuntimeError(f"vLLM made a pool of {found} blocks where {self._pages + 1} were asked for")
         return llm
+
+    def _share_of_device(self, pool_bytes: int) -> float:
+        """Of the GPU's memory what must be free as vLLM starts, above 0: a learner may hold the rest. Not read on the
+        CPU."""
+        if self._device.type != "cuda":
+            return 1.0
+        total = torch.cuda.mem_get_info(self._device)[1]
+        return min(1.0, max(0.01, (self._weight_bytes + pool_bytes) / total))
 
     def _try(self, llm: Any) -> None:
         """Decode two tokens: what vLLM's kernels do not have is an error now, not in the first step."""
