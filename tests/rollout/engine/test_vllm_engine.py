@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.cluster.rollout_interpreter import MADE_HERE
@@ -45,10 +47,17 @@ RUNS = {
 }
 
 
-def run_vllm(folder: Path, asked: list, *, policy: str = POLICY, environment: dict[str, str] | None = None) -> dict:
+def run_vllm(
+    folder: Path,
+    asked: list,
+    *,
+    policy: str = POLICY,
+    environment: dict[str, str] | None = None,
+    python: str | Path = MADE_HERE,
+) -> dict:
     """What vllm_script.py finds."""
-    assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
-    command = [str(MADE_HERE), str(SCRIPT), policy, json.dumps(asked), str(folder / "found.json")]
+    assert Path(python).exists(), "make vllm makes the interpreter, which make test-all does before"
+    command = [str(python), str(SCRIPT), policy, json.dumps(asked), str(folder / "found.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -128,22 +137,49 @@ def test_between_turns_it_samples_nothing_and_then_with_the_weights_that_came(fo
     assert turns["tokens"][0] != turns["tokens"][1] == found["other weights"]["tokens"]
 
 
-@pytest.mark.slow
-def test_between_turns_it_holds_neither_weights_nor_kv(tmp_path):
-    """With the allocator that a run gives it."""
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory) -> tuple[Path, int]:
+    """A model whose weights can be told from all else that a process holds, and their bytes in float32."""
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
             num_key_value_heads=16, head_dim=64, max_position_embeddings=1024,
         )
     )  # fmt: skip
-    weights, folder = sum(parameter.nbytes for parameter in model.parameters()), tmp_path / "model"
+    folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     load_tokenizer(ModelConfig(path=POLICY)).save_pretrained(folder)
-    settings = {"group_size": 16, "max_new_tokens": 32, "kv_budget_tokens": 2048}
+    return folder, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def check_that_turns_free(held: list[int], num_bytes: float) -> None:
+    """As vllm_script.py's take_turns() tells of a start, and of two turns: awake and at rest."""
+    started, *turns = held
+    for awake, asleep in (turns[:2], turns[2:]):
+        assert awake - started > num_bytes and awake - asleep > num_bytes
+
+
+WIDE = {"group_size": 16, "max_new_tokens": 32, "kv_budget_tokens": 2048}
+
+
+@pytest.mark.slow
+def test_between_turns_it_holds_neither_weights_nor_kv(tmp_path, wide_model):
+    """With the allocator that a run gives it."""
+    folder, weights = wide_model
     options = {"prompts": PROMPTS, "weights": str(folder), "turns": True}
     environment = allocator_environment("rollout", 0)
-    found = run_vllm(tmp_path, [["turns", settings, options]], policy=str(folder), environment=environment)["turns"]
-    started, *turns = found["resident"]
-    for awake, asleep in (turns[:2], turns[2:]):
-        assert awake - started > 0.9 * weights and awake - asleep > 0.9 * weights
+    found = run_vllm(tmp_path, [["turns", WIDE, options]], policy=str(folder), environment=environment)["turns"]
+    check_that_turns_free(found["held"], 0.9 * weights)
+
+
+@pytest.mark.gpu
+def test_between_turns_the_gpu_is_the_learners(tmp_path, wide_model):
+    folder, weights = wide_model
+    torch.cuda.mem_get_info()
+    pytest.importorskip("vllm")
+    options = {"prompts": PROMPTS, "weights": str(folder), "turns": True}
+    asked = [["turns", {**WIDE, "kv_budget_tokens": 65536}, options]]
+    found = run_vllm(tmp_path, asked, policy=str(folder), python=sys.executable)["turns"]
+    pool = 65536 * 2 * 2 * 1024 * 4  # keys and values, of two bytes, of 16 heads of 64, in four layers
+    check_that_turns_free(found["held"], 0.9 * (weights / 2 + pool))
+    assert found["tokens"][0] == found["tokens"][1] and "none have come since" in found["refused"]

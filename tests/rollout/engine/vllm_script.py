@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from infsample_rl.config import ClusterConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
 from infsample_rl.model.peak_memory import status_bytes
@@ -18,11 +20,16 @@ from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of, stre
 from infsample_rl.model.weight_sync.sync import load_published
 from infsample_rl.rollout.engine.vllm_engine import VLLMEngine
 
+GPUS = int(torch.cuda.is_available())
+DTYPE = "bfloat16" if GPUS else "float32"  # vLLM's attention has no other on a GPU
+
 
 def config_of(model: str, settings: dict, *, takes_turns: bool = False) -> Config:
     return Config(
-        cluster=ClusterConfig(colocate=takes_turns),
-        model=ModelConfig(path=model, dtype="float32"),
+        cluster=ClusterConfig(
+            colocate=takes_turns, rollout_workers=1, learner_ranks=1, rollout_gpus=GPUS, learner_gpus=GPUS
+        ),
+        model=ModelConfig(path=model, dtype=DTYPE),
         rollout=RolloutConfig(engine="vllm", **settings),
         data=DataConfig(source="any", max_prompt_tokens=128),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="kk")]),
@@ -33,30 +40,37 @@ def publish(engine: VLLMEngine, folder: str) -> None:
     """Weights of another folder, as the learner sends them."""
     from infsample_rl.model.loading import load_model
 
-    named = list(load_model(ModelConfig(path=folder, dtype="float32")).named_parameters())
+    named = list(load_model(ModelConfig(path=folder, dtype=DTYPE)).named_parameters())
     manifest = plan_weights(shapes_of(named), 1, 2**16)
     buckets = (bucket.copy() for bucket in stream_buckets(named, manifest, 2**16))
     load_published(engine.parameters, manifest, buckets, 2**16, engine.load)
     engine.begin_version(1)
 
 
+def held_bytes() -> int:
+    """What this process holds on the GPU, or by itself in host memory."""
+    if not GPUS:
+        return status_bytes("RssAnon")
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def take_turns(config: Config, options: dict, weights: str) -> dict:
-    """Samples of a first turn and, with other weights, of a second, and the process's own memory in between."""
+    """Samples of a first turn and, with other weights, of a second, and what is held in between."""
     engine = VLLMEngine(config, load_tokenizer(config.model))
-    resident, tokens, refused = [status_bytes("RssAnon")], [], ""
+    held, tokens, refused = [held_bytes()], [], ""
     try:
         engine.generate(options["prompts"], seed=0, step=1)
     except RuntimeError as error:
         refused = str(error)
     for folder in (config.model.path, weights):
         publish(engine, folder)
-        resident.append(status_bytes("RssAnon"))
+        held.append(held_bytes())
         groups = engine.generate(options["prompts"], seed=0, step=1)
         tokens.append([[sample.token_ids.tolist() for sample in group] for group in groups])
         engine.rest()
-        resident.append(status_bytes("RssAnon"))
-    pool = engine.num_pages * engine._page_bytes
-    return {"resident": resident, "tokens": tokens, "refused": refused, "pool": pool}
+        held.append(held_bytes())
+    return {"held": held, "tokens": tokens, "refused": refused}
 
 
 def main(model: str, asked: list, out: str) -> None:
