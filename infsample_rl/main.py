@@ -101,15 +101,20 @@ def train(config) -> int:
         with lasting_imports():
             check_folders(config)
             import_ahead(config)
-            start = _prepare(config, notes.append)
-            import torch
+            from infsample_rl.cluster.local_ray import no_session_left_if_refused
 
-            from infsample_rl.controller.driver import Driver
+        with no_session_left_if_refused():
+            with lasting_imports():
+                start = _prepare(config, notes.append)
+                import torch
 
-        # the driver computes little, and threads that spin would wait for cores that its workers need
-        torch.set_num_threads(1)
-        start.warnings += [text.removeprefix("warning: ") for text in notes]
-        Driver(config, start).run()
+                from infsample_rl.controller.driver import Driver
+
+            # the driver computes little, and threads that spin would wait for cores that its workers need
+            torch.set_num_threads(1)
+            start.warnings += [text.removeprefix("warning: ") for text in notes]
+            driver = Driver(config, start)
+        driver.run()
     except KeyboardInterrupt:
         print(
             f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr

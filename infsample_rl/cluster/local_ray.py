@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,25 @@ NO_IDLE_WORKERS = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_presta
 # it takes half of the time until Ray is there.
 NEEDLESS = ("start_api_server", "start_monitor", "start_log_monitor")
 _fork_server: ForkServer | None = None
+_session_folder: Path | None = None  # Ray's, of the cluster that this process has started
+
+
+@contextlib.contextmanager
+def no_session_left_if_refused() -> Iterator[None]:
+    """Where the block refuses the run (ValueError), end the cluster that it started here and remove its folder: a
+    session of no run has nothing to read in its logs, and Ray itself never removes one."""
+    global _session_folder
+    _session_folder = None
+    try:
+        yield
+    except ValueError:
+        if _session_folder is not None:
+            ray.shutdown()
+            latest = _session_folder.with_name(ray_constants.SESSION_LATEST)
+            if latest.is_symlink() and latest.readlink() == _session_folder:  # else of a cluster that started later
+                latest.unlink(missing_ok=True)
+            shutil.rmtree(_session_folder, ignore_errors=True)
+        raise
 
 
 def start_local(config: Config, note: Callable[[str], None]) -> None:
@@ -38,6 +58,7 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
 
     Ray itself takes the token of this user's home folder. RuntimeError where Ray does not start.
     """
+    global _session_folder
     if ray.is_initialized():
         return
     keep_token_private(note)
@@ -46,8 +67,9 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
         _start_fork_server(config)
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
-                cpus = local_cpus(config)
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **init_arguments(config))
+                context: Any = ray.init(
+                    address="local", num_cpus=local_cpus(config), include_dashboard=False, **init_arguments(config)
+                )
                 break
             except Exception as error:  # Ray raises a bare one
                 if not attempts_left or "timed out during startup" not in str(error):
@@ -57,6 +79,7 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
                     "started again"
                 )
                 ray.shutdown()
+    _session_folder = Path(context.address_info["session_dir"])
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         note(
             "Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it"

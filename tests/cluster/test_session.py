@@ -19,9 +19,11 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infsample_rl.cluster.interruption import Interruption
+from infsample_rl.cluster.local_ray import start_local
 from infsample_rl.cluster.session import Session
 from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config.loading import load_config
+from infsample_rl.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = {"num_cpus": 4, "num_gpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -128,6 +130,20 @@ def test_while_ray_starts_this_process_keeps_its_keys_and_none_that_is_started_h
     ray.shutdown()
     assert seen == {"planted-hub-key"}
     assert len(started) >= 3 and not any("planted" in str(environment) for environment in started)
+
+
+@pytest.mark.slow
+def test_a_start_that_is_refused_beside_rays_leaves_no_session_and_ends_no_other(short_path, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_TMPDIR", str(short_path))
+    command = [f"run.dir={short_path}/run", "reward.functions=[nofile.py:f]"]
+    assert main(command) == 2 and "no file" in capsys.readouterr().err
+    assert os.listdir(f"{short_path}/ray") == [] and not ray.is_initialized()
+    start_local(load_config(command), print)
+    try:
+        assert main(command) == 2 and ray.is_initialized()
+        assert os.listdir(f"{short_path}/ray") != []
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.slow
