@@ -6,16 +6,24 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.services import canonicalize_bootstrap_address, is_localhost, parse_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.local_ray import init_arguments, keep_token_private, start_local, without_rays_sigterm_handler
+from infsample_rl.cluster.local_ray import (
+    init_arguments,
+    keep_token_private,
+    on_loopback_address,
+    start_local,
+    without_rays_sigterm_handler,
+)
 from infsample_rl.config import Config
 
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
@@ -34,7 +42,8 @@ def connect(config: Config, note: Callable[[str], None], interruption: Interrupt
     else:
         keep_token_private(note)
         address = _admitting_address(config, note, interruption)
-        with without_rays_sigterm_handler():
+        is_loopback = is_localhost(parse_address(address)[0])
+        with without_rays_sigterm_handler(), on_loopback_address() if is_loopback else nullcontext():
             ray.init(address=address, **init_arguments(config))
     interruption.check()
 
@@ -109,11 +118,11 @@ def _find(config: Config, note: Callable[[str], None], interruption: Interruptio
     started, limit = time.monotonic(), config.cluster.wait_for_nodes_s
     while True:
         try:
-            # None: this machine's own
-            address = canonicalize_bootstrap_address(config.cluster.address)  # type: ignore[arg-type]
-            if address is not None and _answers(address):
-                return address
-            problem = f"nothing answers at {address}"
+            addresses = _meant_by(config.cluster.address)
+            for address in addresses:
+                if _answers(address):
+                    return address
+            problem = f"nothing answers at {' or '.join(addresses) or config.cluster.address}"
         except (ConnectionError, OSError) as error:
             problem = str(error).splitlines()[0]
         waited = time.monotonic() - started
@@ -123,6 +132,15 @@ def _find(config: Config, note: Callable[[str], None], interruption: Interruptio
             )
         note(f"waiting for the Ray cluster at {config.cluster.address}: {problem}; {waited:.0f} of {limit:g} s")
         interruption.sleep(min(RETRY_S, limit - waited))
+
+
+def _meant_by(address: Any) -> list[str]:
+    """Where a cluster of this address may answer. Ray takes 127.0.0.1 for the address by which others reach this
+    machine, but a cluster that a run or ray.init() has started listens on the loopback one."""
+    with on_loopback_address():
+        by_loopback = canonicalize_bootstrap_address(address)
+    found = [canonicalize_bootstrap_address(address), by_loopback]
+    return [each for each in dict.fromkeys(found) if each is not None]
 
 
 def _answers(address: str) -> bool:

@@ -127,14 +127,19 @@ def _started_without_secrets() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_node() -> Iterator[None]:
-    """Let a node that Ray starts inside the block listen on the loopback address, and leave out what is NEEDLESS. Ray's
-    switch for the one is read where it is imported, before it is known whether a run joins a cluster; for the other it
-    has none."""
-    with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), contextlib.ExitStack() as patches:
+    """Let a node that Ray starts inside the block listen on the loopback address, and leave out what is NEEDLESS, for
+    which Ray has no switch."""
+    with on_loopback_address(), contextlib.ExitStack() as patches:
         for name in NEEDLESS:
             if hasattr(Node, name):
                 patches.enter_context(mock.patch.object(Node, name, lambda self, **settings: None))
         yield
+
+
+def on_loopback_address() -> contextlib.AbstractContextManager[Any]:
+    """Let this machine be 127.0.0.1 to Ray inside the block, not an address that others reach. Ray's own switch is read
+    where it is imported, before it is known which cluster a run joins."""
+    return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 @contextlib.contextmanager

@@ -365,6 +365,24 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
 
 
 @pytest.mark.slow
+def test_a_cluster_that_listens_on_the_loopback_address_is_joined_by_it(tmp_path):
+    settings = [f"run.dir={tmp_path}", "objective=no_kl"]
+    alone = "from infsample_rl.cluster.local_ray import start_local\nstart_local(mine._config, print)\n"
+    alone += "import ray\nprint(ray.get_runtime_context().gcs_address, flush=True)\nsys.stdin.read()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", program(settings, alone)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        address = next(line for line in other.stdout if line.startswith("127.0.0.1:")).strip()
+        mine, _ = make_session(address, tmp_path)
+        try:
+            mine.open()
+            assert ray.get_runtime_context().gcs_address == address and mine.node_of("learner", 0)
+        finally:
+            ray.shutdown()
+            other.stdin.close()
+
+
+@pytest.mark.slow
 def test_a_cluster_without_tokens_is_joined_only_when_that_is_accepted(two_nodes, tmp_path):
     mine, _ = make_session(two_nodes.address, tmp_path, "cluster.allow_unauthenticated=false")
     with pytest.raises(
