@@ -8,13 +8,15 @@ import hashlib
 import logging
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from infsample_rl.config import Config, DataConfig
 from infsample_rl.data.chat import NO_TOOLS, Tools, render_all
-from infsample_rl.data.sources import load_problems
+from infsample_rl.data.rows import check_is_there
+from infsample_rl.data.sources import is_file, load_problems
 from infsample_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,11 @@ def build_eval_prompts(
     order; none without one. Checked like the training prompts."""
     count, found = config.run.eval_prompts, list[Prompt]()
     for name, data in config.data.parts.items():
-        if data.held_out is None or count == 0:
+        if data.held_out is None:
+            continue
+        if count == 0:  # a name that is wrong is said before somebody turns evaluations on
+            if is_file(data.held_out):
+                check_is_there(Path(data.held_out), f"data.eval_source={data.held_out}")
             continue
         problems = load_problems(data, evaluation=True, limit=count)
         if data.long_prompts != "drop":  # where long ones are dropped, later ones take their place

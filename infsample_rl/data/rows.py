@@ -37,15 +37,20 @@ def json_type(value: Any) -> str:
     return JSON_TYPES.get(type(value), "null" if value is None else f"a {type(value).__name__}")
 
 
+def check_is_there(path: Path, label: str) -> None:
+    """ValueError, with the nearest there is, for a file that is not."""
+    if not path.exists():
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        raise ValueError(f"{label}: there is no such file{f'; did you mean {path.parent / near[0]}?' if near else ''}")
+
+
 def read_rows(path: Path, label: str) -> list[Row]:
     """All rows of a .jsonl, .ndjson, .json or .parquet file; `label` ("data.source=FILE") opens every message.
 
     Raises ValueError when the file is missing, empty, of another kind or cannot be read at all.
     """
-    if not path.exists():
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        raise ValueError(f"{label}: there is no such file{f'; did you mean {path.parent / near[0]}?' if near else ''}")
+    check_is_there(path, label)
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
         raise ValueError(

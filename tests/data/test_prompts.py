@@ -128,8 +128,9 @@ def test_evaluation_takes_the_first_prompts_in_the_files_order(seven, qwen_token
     assert [(prompt.row, prompt.prompt_index) for prompt in prompts] == [(1, 0), (2, 1), (3, 2), (4, 3)]
     assert build_eval_prompts(config(seven, eval_source=seven, eval_prompts=0), qwen_tokenizer, None) == []
     assert build_eval_prompts(config(seven), qwen_tokenizer, None) == []
-    with pytest.raises(ValueError, match="data.eval_source=missing.jsonl: there is no such file"):
-        build_eval_prompts(config(seven, eval_source="missing.jsonl"), qwen_tokenizer, None)
+    for count in (100, 0):
+        with pytest.raises(ValueError, match="data.eval_source=missing.jsonl: there is no such file"):
+            build_eval_prompts(config(seven, eval_source="missing.jsonl", eval_prompts=count), qwen_tokenizer, None)
 
 
 def test_several_sources_are_mixed_by_weight_and_each_deals_its_own_epochs(tmp_path, qwen_tokenizer):
