@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(model.path)
         )
     except (OSError, ValueError, KeyError) as error:
+        if (Path(model.path) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"model.path={model.path} holds adapters alone, no model: merge them into their base model by `python "
+                f"-m infsample_rl merge {model.path} OUT`, then give model.path=OUT"
+            ) from None
         raise ValueError(not_found("model.path", model.path, "model config", error)) from None
     return config.get_text_config()
 

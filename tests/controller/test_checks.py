@@ -73,6 +73,13 @@ def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path, m
     assert said == []
 
 
+def test_a_folder_of_adapters_in_place_of_a_model_is_refused_with_the_command_that_merges_them(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "base"}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"^model\.path=.* adapters alone, .*`python -m infsample_rl merge .* OUT`"):
+        begin(tmp_path / "run", f"model.path={tmp_path}")
+
+
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
     file = tmp_path / "file"
     file.touch()
