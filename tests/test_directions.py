@@ -59,8 +59,11 @@ def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """infsample_rl.rollout.worker -> rollout; infsample_rl -> __init__."""
+    """infsample_rl.rollout.worker -> rollout; infsample_rl -> __init__; infsample_rl.plan.__main__, a command that
+    nothing below it imports -> __main__."""
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "__main__"
     return "__init__" if len(parts) == 1 else SHORT_NAMES.get(parts[1], parts[1])
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from infsample_rl import lasting_imports
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.loading import load_config
-from infsample_rl.config.overrides import parse_flags
+from infsample_rl.config.overrides import ConfigError, parse_flags
 
 
 @dataclass(kw_only=True)
@@ -32,9 +32,14 @@ class PlanOptions:
 
 
 def _run(arguments: list[str]) -> int:
-    flags = parse_flags(arguments)
-    options, overrides = parse_with_settings(flags.words, PlanOptions)
-    config = load_config(overrides, flags.config_dir)
+    try:
+        flags = parse_flags(arguments)
+        options, overrides = parse_with_settings(flags.words, PlanOptions)
+        config = load_config(overrides, flags.config_dir)
+    except ConfigError as error:
+        from infsample_rl.commands.convert.peer_names import in_our_words
+
+        raise ConfigError(in_our_words(str(error))) from None
     with lasting_imports():
         from infsample_rl.plan.run_plan import plan_run
 

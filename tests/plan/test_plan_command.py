@@ -277,6 +277,8 @@ def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_lin
         (["model.path=/nowhere/model"], "model.path=/nowhere/model: no model config"),
         (["rollout.group_sizes=3"], "did you mean rollout.group_size?"),
         (["--json"], "flags are --config-dir"),
+        (["num_generations=8"], "TRL's num_generations is rollout.group_size here"),
+        (["--actor_rollout_ref.rollout.n=8"], "verl's actor_rollout_ref.rollout.n is rollout.group_size here"),
         (["lengths=/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl"),
         (["lengths="], "lengths is empty"),
         (["rollout.kv_budget_bytes=1KB"], "the smallest that would do is rollout.kv_budget_tokens="),
