@@ -142,9 +142,15 @@ def _one_line(error: Exception, overrides: list[str]) -> str:
             f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got "
             f"{wrong_type.group(1)!r}{_default_of(key)}"
         )
+    given = {name.lstrip("+"): value for name, _, value in (override.partition("=") for override in overrides)}
     if "is not a ListConfig" in first:
-        given = {name.lstrip("+"): value for name, _, value in (override.partition("=") for override in overrides)}
         return f"{key}: {as_list(key, given.get(key, '...'))}"
+    if no_mapping := re.match(r"Cannot assign (\w+) to Dict", first):
+        got = given.get(key, no_mapping[1])
+        return f"{key} must be a mapping, got {got}: write {key}.NAME=VALUE for each of its keys"
+    if added := re.match(r"Could not append .* already at '(.*)'|Multiple values for (\w+)\.", first):
+        name = added[1] or added[2]
+        return f"{name} has a value, and a plus only adds what is not there: write {name}={given.get(name, '...')}"
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", text)
     if unknown:
         return not_a_setting(key or unknown.group(1))

@@ -39,7 +39,7 @@ def config_folder() -> Path:
 def parse_flags(arguments: list[str], flags: dict[str, dict[str, Any]] | None = None) -> argparse.Namespace:
     """`words`, the name=value among the arguments, apart from `config_dir` and further `flags` (add_argument's
     keywords). ConfigError for one that there is not, or a --config-dir that is no folder."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # --config FILE means no --config-dir
     flags = {"--config-dir": {}} | (flags or {})
     for name, options in flags.items():
         parser.add_argument(*name.split(), **options)
@@ -52,7 +52,9 @@ def parse_flags(arguments: list[str], flags: dict[str, dict[str, Any]] | None = 
     found, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
-        refuse(f"{name} is no flag; settings are given without dashes, as rollout.slots=4")
+        own = "; a file is given as DIR/experiment/NAME.yaml by --config-dir DIR +experiment=NAME"
+        hint = own if name.startswith("--config") else ""
+        refuse(f"{name} is no flag{hint}; settings are given without dashes, as rollout.slots=4")
     if found.config_dir is not None and not os.path.isdir(found.config_dir):
         raise ConfigError(f"--config-dir {found.config_dir} is not a folder")
     return found

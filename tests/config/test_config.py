@@ -148,6 +148,13 @@ WRONG = [
     (["cluster.device_type=A100"], "did you mean a100-40gb or a100-80gb?"),
     (["+experiment=kk_tny"], "did you mean experiment=kk_tiny?"),
     (["rollout=papr"], "did you mean rollout=paper?"),
+    (["+rollout.group_size=8"], "a plus only adds what is not there: write rollout.group_size=8\n"),
+    (["+data=gsm8k"], "a plus only adds what is not there: write data=gsm8k\n"),
+    (
+        ["data.chat_template_kwargs=x"],
+        "data.chat_template_kwargs must be a mapping, got x: write data.chat_template_kwargs.NAME=VALUE",
+    ),
+    (["--config", "mine.yaml"], "--config is no flag; a file is given as DIR/experiment/NAME.yaml by --config-dir DIR"),
     (["model=/my/folder"], "qwen3_8b, smollm2; for one of your own give model.path=/my/folder\n"),
     (["data=train.jsonl"], "kk_tiny, math; for one of your own give data.source=train.jsonl\n"),
     (["data=kk_tny"], "; for one of your own give data.source=kk_tny; did you mean data=kk_tiny?"),
