@@ -175,7 +175,9 @@ def _made(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             made |= {"dataset_train_split": data.get("split")}
         elif method in ("from_dict()", "from_list()") and (columns := _columns(call["args"])):
             made[COLUMNS] = columns
-        elif method != "shuffle()" and not method.endswith("['train']"):
+        elif method == "shuffle()":
+            code.append("shuffle() of train_dataset is not run: data.shuffle draws orders of its own from run.seed")
+        elif not method.endswith("['train']"):
             code.append(f"train_dataset.{method} is not run: save what it makes and give the file as data.source")
     return {name: value for name, value in made.items() if value is not None}, code
 

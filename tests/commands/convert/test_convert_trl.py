@@ -142,11 +142,16 @@ def test_a_script_is_run_to_its_train(convert, tmp_path):
         **{"data.prompts_per_step": 2, "rollout.max_new_tokens": 1024, "learner.max_grad_norm": 0.2},
         **{"learner.lora_rank": 32, "learner.lora_alpha": 64.0, "learner.lora_targets": ["all-linear"]},
     }
-    assert found.has(expected) == expected and found.code == 0
+    assert found.has(expected) == expected and found.code == 3
+    assert found.said == (
+        "not converted: shuffle() of train_dataset is not run: data.shuffle draws orders of its own from run.seed\n"
+    )
     assert found.functions() == [("sums.py:correct", 1.0), ("train.py:shortness", 0.5), ("think_format", 0.25)]
-    script = SCRIPT.replace("shuffle(seed=1)", "map(str)").replace("shortness,", "get_soft_overlong_punishment(9, 3),")
+    script = SCRIPT.replace("shuffle(seed=1)", "select(range(9))").replace(
+        "shortness,", "get_soft_overlong_punishment(9, 3),"
+    )
     said = convert("trl", "train.py", script).said
-    assert "train_dataset.map() is not run: save what it makes" in said
+    assert "train_dataset.select() is not run: save what it makes" in said
     assert "trl.rewards.get_soft_overlong_punishment() is made by code" in said
 
 
