@@ -91,6 +91,7 @@ class Episode:
     waited_s: float  # for the environment, in all
     replayed: int = 0  # of what its environment was asked for, answers that were on record from before a crash
     is_straggler: bool = False  # it waited too long and got no further turn
+    unfit_tokens: int = 0  # of the observation that it ended by, since there was no room for it
     turn_rewards: list[float] = field(
         default_factory=list
     )  # of each where turns are actions; they add up to the reward

@@ -22,6 +22,7 @@ from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE
 from infsample_rl.types import Episode
 
 TEXT_END = 80  # characters of a response's beginning, and of its end, that samples.jsonl has
+CUT_SHARE = 0.1
 PROMPT_CHARACTERS = 400  # of a prompt's end, where the question is
 
 Records = list[dict[str, Any]]
@@ -37,6 +38,8 @@ class StepRecorder:
     def record(self, groups: StepGroups, metrics: Metrics) -> Records:
         """Write lengths, who decoded when and, where it is due, the whole step; the completions that are shown."""
         run, step, logging = self._run, self._run.step, self._run.config.logging
+        if cut := cut_by_observations(groups, run.config, step=step):
+            run.log.warn_seldom(cut)
         fetch = cache(run.cluster.micro_groups.completions)
         response_of = response_reader(fetch, self._tokenizer, run.config.rollout.stop_strings)
         run.log.append(LENGTHS_FILE, length_records(groups, run.config, step=step))
@@ -45,6 +48,20 @@ class StepRecorder:
             if not write_recording(run.run_dir, groups, fetch, metrics, step=step, total_steps=run.total_steps):
                 run.log.warn(f"step {step} is not recorded: a worker that held some of its samples was lost")
         return completion_records(groups, response_of, logging.completions_per_step, step=step)
+
+
+def cut_by_observations(groups: StepGroups, config: Config, *, step: int) -> str:
+    """A warning where observations had no room in CUT_SHARE of the trajectories, so that these ended; else empty."""
+    episodes = [sample.episode for group in groups.groups for sample in group.samples if sample.episode is not None]
+    unfit = [episode.unfit_tokens for episode in episodes if episode.unfit_tokens]
+    if not unfit or len(unfit) < CUT_SHARE * len(episodes):
+        return ""
+    most = config.environment.max_observation_tokens
+    return (
+        f"step {step}: {len(unfit)} of {len(episodes)} trajectories ended because an observation, of up to "
+        f"{max(unfit)} tokens, did not fit in what was left of rollout.max_new_tokens={config.rollout.max_new_tokens}: "
+        f"raise it, or take shorter ones (environment.max_observation_tokens={most})"
+    )
 
 
 def response_reader(fetch: Fetch, tokenizer: PreTrainedTokenizerBase, stop_strings: list[str]) -> ResponseOf:

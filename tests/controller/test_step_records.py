@@ -12,6 +12,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.step_records import (
     completion_records,
+    cut_by_observations,
     response_reader,
     sample_records,
 )
@@ -94,6 +95,19 @@ def test_completions_show_the_text_rewards_saw(strings, text):
     records = completion_records(book(), response_reader(fetched, TOKENIZER, strings), 2, step=3)
     assert [(record["response"], record["prompt_index"]) for record in records] == [(text, 0), (text, 1)]
     assert records[0]["reward"] is None and records[0]["length"] == 4 and records[0]["policy_version"] == 0
+
+
+def test_trajectories_that_an_observation_without_room_has_ended_are_told_of():
+    groups, fits = book(), Episode(reward=1.0, failure="", turns=1, calls=0, waited_s=0.0)
+    samples = [sample for group in groups.groups for sample in group.samples]
+    for sample in samples:
+        sample.episode = fits
+    assert cut_by_observations(groups, CONFIG, step=3) == ""
+    for sample, tokens in zip(samples, (30, 40), strict=False):
+        sample.episode = dataclasses.replace(fits, unfit_tokens=tokens)
+    said = cut_by_observations(groups, CONFIG, step=3)
+    assert said.startswith("step 3: 2 of 4 trajectories ended because an observation, of up to 40 tokens, did")
+    assert f"rollout.max_new_tokens={CONFIG.rollout.max_new_tokens}: raise it, or take shorter ones" in said
 
 
 def test_what_an_environment_said_is_found_in_the_text_also_in_what_is_left_of_a_long_one():

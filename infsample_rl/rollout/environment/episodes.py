@@ -61,6 +61,7 @@ class _State:
     asked_at: float = 0.0
     waited_s: float = 0.0
     is_straggler: bool = False
+    unfit_tokens: int = 0
 
 
 class Episodes:
@@ -87,6 +88,7 @@ class Episodes:
         """As Turns.end."""
         state = self._of_sample.get(sample) or self._open(sample)
         is_new = len(sample.tokens) > state.begun
+        state.unfit_tokens = max(0, state.begun - len(sample.tokens))
         state.turns += is_new
         state.is_last = reason == "length" or state.turns >= self._config.max_turns
         turn = list(sample.tokens[state.begun :])
@@ -277,6 +279,7 @@ class Episodes:
             calls=state.calls,
             waited_s=state.waited_s,
             is_straggler=state.is_straggler,
+            unfit_tokens=state.unfit_tokens,
             replayed=len(state.replayed),
             turn_rewards=state.rewards,
             messages=state.messages,

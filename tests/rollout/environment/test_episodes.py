@@ -230,7 +230,8 @@ def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
     sample.tokens.extend(answer.observed)
     episodes.end(sampled(tokenizer, "right<|im_end|>", sample), "stop")
     host.answers.put((0, {"said": "out", "reward": 1.0, "ended": True}))
-    assert episodes.take(wait_s=0)[0].episode.reward == 1.25
+    episode = episodes.take(wait_s=0)[0].episode
+    assert (episode.reward, episode.unfit_tokens) == (1.25, 0)
 
 
 def test_a_program_that_waits_for_a_turn_without_room_is_told_and_gives_its_reward():
@@ -275,10 +276,11 @@ def test_an_observation_that_had_no_room_is_no_turn():
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
     host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
-    episodes.take(wait_s=0)
+    [unfit] = episodes.take(wait_s=0)
     episodes.end(sample, "length")
     [answer] = episodes.take(wait_s=0)
     assert (answer.episode.turns, answer.episode.reward) == (1, 0.25) and len(host.asked) == 1
+    assert answer.episode.unfit_tokens == len(unfit.observed) > 0
 
 
 def test_a_long_observation_loses_its_middle():
