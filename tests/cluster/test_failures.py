@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -99,6 +100,7 @@ def test_rays_own_sigterm_handler_never_takes_the_signal(tmp_path, monkeypatch, 
         ray._private.utils.set_sigterm_handler(lambda number, _: sys.exit(number))  # as ray.init() does
         os.kill(os.getpid(), signal.SIGTERM)
         reached.append("the end of ray.init()")
+        return SimpleNamespace(address_info={"session_dir": str(tmp_path / "session")})
 
     (interruption := Interruption()).install()
     handler = signal.getsignal(signal.SIGTERM)
