@@ -49,7 +49,7 @@ class FakeCluster:
         )
         self.rollout = SimpleNamespace(start=self._start_rollout, ends=[])
         self.learner = SimpleNamespace(step=self._optimizer_step, save=self._save, facts={})
-        self.weights = SimpleNamespace(publish=self._publish, holders={0})
+        self.weights = SimpleNamespace(publish=self._publish, release=lambda: self._called("release"), holders={0})
         self.lengths = SimpleNamespace(ask=lambda: None, take=lambda: [])
         self.micro_groups = SimpleNamespace(
             completions=lambda key: self._micro_groups.get(key), forget=self._forget, bring=self._bring

@@ -8,6 +8,7 @@ import pytest
 
 from infsample_rl.cluster import workers as workers_module
 from infsample_rl.cluster.calls import Calls
+from infsample_rl.cluster.cluster import Cluster
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.config.loading import load_config
@@ -100,3 +101,16 @@ def test_engines_that_take_turns_rest_before_the_learner_works_and_hold_no_versi
     delivery.release()
     assert fake_ray.killed == [gone] and len(spare.rest.calls) == 1 and delivery.holders == set()
     assert delivery.publish(3, None).version == 3 and delivery.holders == {0, 1}
+
+
+def test_engines_that_take_turns_rest_before_new_learner_ranks_load():
+    said: list[str] = []
+    parts = {
+        "traffic": SimpleNamespace(abandon=lambda: said.append("abandon")),
+        "weights": SimpleNamespace(release=lambda: said.append("release")),
+        "_calls": SimpleNamespace(workers=SimpleNamespace(replace_all=lambda role, why: said.append(role))),
+        "learner": SimpleNamespace(start=lambda checkpoint: said.append("start")),
+    }
+    config = load_config(["rollout.engine=vllm", "cluster.colocate=true"])
+    Cluster.return_to(SimpleNamespace(_config=config, **parts), None, "a rank died")
+    assert said == ["abandon", "release", "learner", "start"]

@@ -15,7 +15,7 @@ import pytest
 
 from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.config.loading import load_config
-from infsample_rl.controller import ahead, checkpoints, driver
+from infsample_rl.controller import ahead, checkpoints, checks, driver
 from infsample_rl.controller.checks import prepare
 from infsample_rl.controller.driver import Driver
 from infsample_rl.observe.run_log import RunLogger
@@ -115,6 +115,14 @@ def test_a_lost_step_is_done_again_from_the_last_checkpoint(train, staleness):
     assert run.steps == [1, 2, 3, 4] and run.calls.count("optimizer_step") == 6
     assert "learner rank 0: its process died: going back to" in run.log and "steps 3 to 4 are done again" in run.log
     assert checkpoints.read_state(run.folder / "checkpoints/step_000004") == state
+
+
+def test_engines_that_take_turns_make_room_once_all_samples_are_there_and_before_any_row(train, monkeypatch):
+    monkeypatch.setattr(checks, "check_rollout_interpreter", lambda config: None)
+    turns = ["rollout.engine=vllm", "cluster.colocate=true", "cluster.rollout_workers=1", "run.checkpoint_every=0"]
+    run = train("run.steps=2", *turns)
+    a_step = ["start_rollout", "arrivals", "release", "arrivals_of_rows", "optimizer_step", "publish_weights"]
+    assert [call for call in run.calls if call in a_step][1:] == 2 * a_step
 
 
 def test_steps_that_are_done_again_do_not_renew_the_restarts(train):

@@ -52,16 +52,23 @@ class Cluster:
 
 
 def make(
-    ranks: int, *, overlap: bool = True, grad_sync: str = "every_row", row: int = 16, backend: str = "fsdp", **objective
+    ranks: int,
+    *,
+    overlap: bool = True,
+    grad_sync: str = "every_row",
+    row: int = 16,
+    backend: str = "fsdp",
+    turns: bool = False,
+    **objective,
 ) -> tuple[Waves, Cluster]:
     cluster = Cluster(ranks)
     config = Config(
         model=ModelConfig(path="x"),
         data=DataConfig(source="x", prompts_per_step=4, max_prompt_tokens=2),
-        rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8),
+        rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8, engine="vllm" if turns else "native"),
         objective=ObjectiveConfig(**{"kl": "none", **objective}),
         learner=LearnerConfig(overlap=overlap, grad_sync=grad_sync, max_tokens_per_micro_batch=row, backend=backend),
-        cluster=ClusterConfig(learner_ranks=ranks),
+        cluster=ClusterConfig(learner_ranks=ranks, rollout_workers=ranks, colocate=turns),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
     )
     return Waves(config, cluster), cluster
@@ -142,8 +149,9 @@ def test_with_one_reduction_an_update_a_row_goes_at_once_to_the_rank_that_has_ha
     assert [(one.rank, one.samples[0][0]) for one in cluster.take()] == [(0, 0), (1, 1), (2, 2), (1, 3), (2, 4)]
 
 
-def test_without_overlap_nothing_goes_out_before_the_denominators_are_known():
-    waves, cluster = make(2, overlap=False)
+@pytest.mark.parametrize("settings", [{"overlap": False}, {"turns": True}])
+def test_without_overlap_nothing_goes_out_before_the_denominators_are_known(settings):
+    waves, cluster = make(2, **settings)
     for index in range(3):
         waves.add(group(index))
     waves.finish()
