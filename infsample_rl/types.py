@@ -11,6 +11,10 @@ import numpy as np
 MaybeNone: TypeAlias = Any  # `X | MaybeNone`: None until it is set up, as its readers know; checked as an X
 
 
+class EngineFailed(RuntimeError):
+    """What computes the tokens of a rollout worker cannot be used any more: the worker is replaced."""
+
+
 class Phase(NamedTuple):
     """A phase that has ended."""
 

@@ -27,14 +27,29 @@ def same_everywhere(row: Row) -> Row:
     }
 
 
-def kill_a_decoding_worker(command: list[str], run: Path) -> None:
-    """Start a run, kill its rollout worker while it decodes, and wait for the end."""
+def children(pid: int, name: str) -> list[int]:
+    """Processes that a process has started, of those whose command begins so."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and (folder / "cmdline").read_bytes().startswith(name.encode()):
+                found.append(int(folder.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def kill_a_decoding_worker(command: list[str], run: Path, *, child: str | None = None) -> None:
+    """Start a run, kill its rollout worker while it decodes, or the child of it that is called so, and wait for the
+    end."""
     target = Target(command, run)
     try:
         killed = False
         while target.driver.poll() is None and not killed:
             at_work = (pid for pid, roles in target.processes() if "rollout" in roles and phase_of(pid) == "decode")
-            killed = any(send(pid, signal.SIGKILL) for pid in at_work)
+            victims = at_work if child is None else (each for pid in at_work for each in children(pid, child))
+            killed = any(send(pid, signal.SIGKILL) for pid in victims)
         assert killed and target.driver.wait(timeout=300) == 0
     finally:
         target.end()

@@ -193,6 +193,7 @@ class LearnerCalls(Observed):
     def save(self, folder: str) -> None:
         """Write the checkpoint; every rank must be asked."""
         self.learner.save(folder)
+        self.learner.make_room()
 
 
 # Of the two calls named join_weight_link it asks neither: its engine gets the weights in its own process.

@@ -13,7 +13,7 @@ import ray
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.cluster.out_of_memory import is_out_of_memory
 from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, Workers, worker_name
-from infsample_rl.types import WorkerStatus
+from infsample_rl.types import EngineFailed, WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
 ANSWER_S = 10.0  # a process that has not answered status() for so long is taken as gone
@@ -166,7 +166,8 @@ def open_at_once(refs: list[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
 def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any] | None = None) -> Any:
     """The value of a call on a worker, `opened` or still to be fetched.
 
-    WorkerLost when its process is gone, PayloadLost when the data is; ValueError, RuntimeError for what it raised."""
+    WorkerLost when its process, or its engine, is gone, PayloadLost when the data is; ValueError, RuntimeError for what
+    it raised."""
     if opened and ref in opened:
         return opened[ref]
     who = worker_name(role, index)
@@ -179,6 +180,8 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         lost = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError, ray.exceptions.RayActorError)
         if isinstance(cause, lost):
             raise PayloadLost(f"{who}: {cause}") from error
+        if isinstance(cause, EngineFailed):
+            raise WorkerLost(role, index, str(cause)) from error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
         raise kind(f"{who}: {what_was_raised(cause)}") from error
     except ray.exceptions.RayActorError as error:  # died, or cannot be reached: to the run it is the same

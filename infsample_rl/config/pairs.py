@@ -3,7 +3,8 @@
     ("learner.backend=deepspeed", "model.dtype=float32|bfloat16", "learner.backend=fsdp has float16")
 
 `when`: conditions apart by spaces, all of which hold; "" always does. `needs`: what must hold then. A condition is
-SECTION.KEY, one of = < <= >, and values apart by |, or another setting. A number that is not set is within every bound.
+SECTION.KEY, one of = < <= > >=, and values apart by |, or another setting. A number that is not set is within every
+bound.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def text(value: Any) -> str:
 
 
 def _split(condition: str) -> tuple[str, str, str]:
-    name, relation, bounds = re.split(r"(<=|<|>|=)", condition, maxsplit=1)
+    name, relation, bounds = re.split(r"(<=|>=|<|>|=)", condition, maxsplit=1)
     return name, relation, bounds
 
 
@@ -62,4 +63,5 @@ def _holds(sections: dict[str, Any], name: str, relation: str, bounds: str, *, u
     if value is None or bound is None:
         return unset
     limit = float(bound)
-    return value > limit if relation == ">" else value < limit or (relation == "<=" and value == limit)
+    is_within = value > limit if relation[0] == ">" else value < limit
+    return is_within or (relation[1:] == "=" and value == limit)

@@ -103,6 +103,7 @@ def derived_table(
         f"{group.count} {group.role}" + (f" ({group.gpus:g} GPU each)" if group.gpus else "")
         for group in worker_groups(config)
     ]
+    turns = ", rollout and learner by turns" if config.takes_turns else ""
     devices = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
     samples = f"{config.samples_per_step} samples = {data.prompts_per_step} prompts x G = {rollout.group_size}"
     going_on = f", going on after step {step}" if step else ""
@@ -125,7 +126,7 @@ def derived_table(
         ("KV of the full group", f"{full_group:,} bytes, what decoding all G at once would take"),
         ("learner row", f"up to {config.learner.max_tokens_per_micro_batch:,} tokens"),
         ("evaluation", _evaluation_text(config)),
-        ("processes", f"{', '.join(['1 driver', *processes])}; {devices}"),
+        ("processes", f"{', '.join(['1 driver', *processes])}{turns}; {devices}"),
         ("run folder", str(config.run.dir)),
         ("sent away", _sent_text(config)),
     ]

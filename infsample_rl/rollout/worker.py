@@ -130,7 +130,7 @@ class RolloutWorker:
         self.begin_version(report.version, probe)
         return report
 
-    @phase("sync")
+    @phase("rest")
     def rest(self) -> None:
         """Give weights and KV back until weights come. Not while a stream runs."""
         self.engine.rest()

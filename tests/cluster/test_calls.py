@@ -12,6 +12,7 @@ import ray
 from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.workers import StepLost, WorkerLost
+from infsample_rl.types import EngineFailed
 from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
 
@@ -39,6 +40,15 @@ class Reward:
 
     def refuse(self):
         raise ValueError("reward.functions is wrong")
+
+    def fail(self):
+        raise EngineFailed("weights did not all reach vLLM")
+
+
+@pytest.mark.slow
+def test_a_worker_whose_engine_has_failed_is_lost_though_its_process_lives(here):
+    with pytest.raises(WorkerLost, match="weights did not all reach vLLM"):
+        value_of(Reward.remote().fail.remote(), "rollout", 0)
 
 
 @pytest.mark.slow

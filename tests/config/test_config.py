@@ -318,6 +318,11 @@ WRONG = [
         ["rollout.engine=vllm", "rollout.schedule=infinite"],
         "rollout.predictor must be none or bert with rollout.engine=vllm, rollout.schedule=infinite, got probe",
     ),
+    (["rollout.engine=vllm", "rollout.temperature=0.005"], "rollout.temperature must be >= 0.01 with rollout.engine="),
+    (
+        ["rollout.engine=vllm", "rollout.vllm_python=/bin/true"],
+        "vllm_python=/bin/true does not run Python",
+    ),
     (["rollout.engine=vllm", "rollout.speculate=3"], "rollout.speculate must be auto or 0 with rollout.engine=vllm"),
     (
         ["rollout.engine=vllm", "cluster.colocate=true", "rollout.tensor_parallel=2"],

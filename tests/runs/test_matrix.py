@@ -121,6 +121,7 @@ def plain_policy(train):
         ("cluster.weight_sync=broadcast", "cluster.rollout_workers=2"),
         ("rollout.schedule=arrival",),
         ("rollout.kv_budget_tokens=160", "learner.lora_rank=4"),
+        ("rollout.tensor_parallel=2",),
         ("cluster.colocate=true", "learner.lora_rank=4"),
         ("cluster.colocate=true", "cluster.rollout_workers=2", "cluster.learner_ranks=2", "run.eval_every=1"),
     ],
@@ -319,10 +320,17 @@ def test_a_rollout_worker_that_is_killed_changes_no_bit(command, plain, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("colocate", ["false", "true"])
-def test_a_vllm_that_is_killed_is_replaced_and_draws_the_same(command, plain_policy, tmp_path, colocate):
-    run, place = tmp_path / "run", f"cluster.colocate={colocate}"
-    kill_a_decoding_worker(command(run, "objective=no_kl", "rollout.engine=vllm", f"model.path={POLICY}", place), run)
+@pytest.mark.parametrize(
+    ("place", "child"),
+    [
+        ("cluster.colocate=false", None),
+        ("cluster.colocate=true", None),
+        ("rollout.tensor_parallel=2", "VLLM::Worker"),
+    ],
+)
+def test_a_vllm_that_is_killed_is_replaced_and_draws_the_same(command, plain_policy, tmp_path, place, child):
+    run, settings = tmp_path / "run", ("objective=no_kl", "rollout.engine=vllm", f"model.path={POLICY}", place)
+    kill_a_decoding_worker(command(run, *settings), run, child=child)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row, wanted in zip(rows, plain_policy.rows, strict=True):
         close(row, wanted)

@@ -28,10 +28,10 @@ from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.rollout_engine import Call, RolloutEngine, evaluation_config
 from infsample_rl.rollout.engine.sampler import truncates_at
-from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
+from infsample_rl.rollout.engine.vllm_loop import VLLMLoop, last_words
 from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, Parking
-from infsample_rl.types import WeightManifest
+from infsample_rl.types import EngineFailed, WeightManifest
 
 OLDEST, NEWEST = (0, 26), (0, 32)  # versions of vLLM that this file was written for
 LEAST_BATCH = 2048  # tokens of a step, prompts included
@@ -129,6 +129,8 @@ class VLLMEngine(RolloutEngine):
         rollout = self.config
         most_rows = max(rows_in(each, self._pages, [1]) for each in (rollout, evaluation_config(rollout)))
         longest = self._longest + rollout.max_new_tokens
+        if self.context is not None:  # beyond which no prompt with its response is let in
+            longest = min(longest, self.context)
         on_gpu, pool_bytes = self._device.type == "cuda", (self._pages + 1) * self._page_bytes
         try:
             llm = self._vllm.LLM(
@@ -138,6 +140,8 @@ class VLLMEngine(RolloutEngine):
                 dtype=config.model.dtype,
                 seed=config.run.seed,
                 tensor_parallel_size=rollout.tensor_parallel,
+                # else, in an actor of Ray's, it asks Ray for actors of its own
+                distributed_executor_backend="mp" if rollout.tensor_parallel > 1 else "uni",
                 max_model_len=longest,
                 block_size=rollout.page_size,
                 num_gpu_blocks_override=self._pages + 1,  # vLLM keeps one for itself
@@ -160,9 +164,8 @@ class VLLMEngine(RolloutEngine):
             llm.collective_rpc("draw_as_our_own", args=drawing)
             self._try(llm)
         except Exception as error:  # of any kind, from any layer of vLLM
-            said = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
-                f"vLLM {self._vllm.__version__} cannot run model.path={config.model.path}: {said[-1]}"
+                f"vLLM {self._vllm.__version__} cannot run model.path={config.model.path}: {last_words(error)}"
             ) from error
         found = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
         if found != self._pages + 1:
@@ -215,18 +218,22 @@ class VLLMEngine(RolloutEngine):
         buckets: Iterable[Tensor | np.ndarray],
         bucket_bytes: int,
     ) -> None:
-        """Weights into every process of vLLM; nothing that old weights computed is used again."""
+        """Weights into every process of vLLM; nothing that old weights computed is used again. EngineFailed where not
+        all of them came: layers are then neither of one version nor of the other."""
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("weights came while vLLM had unfinished requests")
         if self._rests:
             self._llm.wake_up(tags=["weights"])
         tensors = unpack_tensors(manifest, buckets, bucket_bytes)
-        if self.config.tensor_parallel == 1:  # in this process
-            self._llm.collective_rpc("load_tensors", args=(tensors,))
-        else:
-            with tempfile.TemporaryDirectory(dir=_shared_folder()) as folder:
-                save_file(dict(tensors), Path(folder) / "weights.safetensors")
-                self._llm.collective_rpc("load_file", args=(str(Path(folder) / "weights.safetensors"),))
+        try:
+            if self.config.tensor_parallel == 1:  # in this process
+                self._llm.collective_rpc("load_tensors", args=(tensors,))
+            else:
+                with tempfile.TemporaryDirectory(dir=_shared_folder()) as folder:
+                    save_file(dict(tensors), Path(folder) / "weights.safetensors")
+                    self._llm.collective_rpc("load_file", args=(str(Path(folder) / "weights.safetensors"),))
+        except Exception as error:
+            raise EngineFailed(f"weights did not all reach vLLM: {last_words(error)}") from error
         if self._rests:
             self._llm.wake_up(tags=["kv_cache"])
             self._rests = False

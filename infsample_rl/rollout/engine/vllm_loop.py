@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from infsample_rl.rollout.engine.length_source import Watch
 from infsample_rl.rollout.engine.turns import Turns, TurnTaking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
-from infsample_rl.types import Completion
+from infsample_rl.types import Completion, EngineFailed
 
 MOST_STEPS_IN_VAIN = 1000  # a batch holds the longest prompt, so that a few are enough
 _NUMBERS = itertools.count()  # of requests: no id comes twice, whatever call it is of
@@ -88,7 +89,7 @@ class VLLMLoop:
             for sample in plan.rows:
                 if sample not in self._requests:
                     self._send(sample)
-        served = self._read(self._engine.step())
+        served = self._read(self._step())
         self._steps_in_vain = 0 if served else self._steps_in_vain + 1
         if self._steps_in_vain == MOST_STEPS_IN_VAIN:
             raise RuntimeError(f"vLLM gave none of {len(plan.rows)} rows a token in {MOST_STEPS_IN_VAIN} steps")
@@ -107,6 +108,13 @@ class VLLMLoop:
         else:
             self._turns.send_away(ended)
             self.planner.end_step([])
+
+    def _step(self) -> list[Any]:
+        """vLLM's outputs of a step; EngineFailed where it cannot take one, as when a process of its own is gone."""
+        try:
+            return self._engine.step()
+        except Exception as error:
+            raise EngineFailed(f"vLLM cannot go on: {type(error).__name__}: {last_words(error)}") from error
 
     def _end(self, samples: list[Sample]) -> None:
         """Tell who watches samples that they have ended."""
@@ -168,6 +176,13 @@ class VLLMLoop:
             known = len(group.prompt_ids) - group.own_tokens if group in self._prefilled else 0
         self._prefilled.add(group)
         return max(0, known - cached)
+
+
+def last_words(error: Exception) -> str:
+    """What vLLM says is wrong: the last line of an error, without what pydantic puts around it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("For further information")]
+    return re.sub(r"^Value error, | \[type=\w+, input_.*$", "", said[-1]) if said else type(error).__name__
 
 
 def _append(sample: Sample, new: Any, *, truncates: bool) -> None:

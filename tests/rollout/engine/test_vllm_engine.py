@@ -134,6 +134,7 @@ def test_between_turns_it_samples_nothing_and_then_with_the_weights_that_came(fo
     options = {"prompts": PROMPTS, "weights": str(other_weights), "turns": True}
     turns = run_vllm(tmp_path, [["turns", {**PLAIN, "slots": 6}, options]])["turns"]
     assert "none have come since" in turns["refused"]
+    assert turns["broken"] == "weights did not all reach vLLM: division by zero"
     assert turns["tokens"][0] != turns["tokens"][1] == found["other weights"]["tokens"]
 
 

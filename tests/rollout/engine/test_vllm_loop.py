@@ -11,12 +11,12 @@ import pytest
 from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout.engine.call import MicroGroups, StopRule
 from infsample_rl.rollout.engine.turns import Answer
-from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
+from infsample_rl.rollout.engine.vllm_loop import VLLMLoop, last_words
 from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-from infsample_rl.types import Episode
+from infsample_rl.types import EngineFailed, Episode
 
 
 class StandIn:
@@ -222,9 +222,34 @@ def test_a_preemption_of_vllm_and_two_tokens_at_once_are_errors():
         loop.step()
 
 
+def test_a_step_that_vllm_cannot_take_is_its_engines_end():
+    engine = StandIn(4)
+    loop = new_loop(random.Random(0), "arrival", engine, [[2] * 2], [[1, 2, 3]], 12, 9)
+    engine.step = lambda: (_ for _ in ()).throw(RuntimeError("\ncancelled"))
+    with pytest.raises(EngineFailed, match="vLLM cannot go on: RuntimeError: cancelled"):
+        loop.step()
+
+
 def test_a_vllm_that_gives_no_token_is_not_waited_for():
     engine = StandIn(4, slow=1.0)
     loop = new_loop(random.Random(0), "arrival", engine, [[2] * 2], [[1, 2, 3]], 12, 9)
     with pytest.raises(RuntimeError, match="vLLM gave none of . rows a token in 1000 steps"):
         while True:
             loop.step()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "1 validation error for ModelConfig\n  Value error, Model architectures ['Foo'] are not supported. "
+            "[type=value_error, input_value=ArgsKwargs((), {}), input_type=ArgsKwargs]\n"
+            "    For further information visit https://errors.pydantic.dev/2.14/v/value_error",
+            "Model architectures ['Foo'] are not supported.",
+        ),
+        ("one\ntwo\n", "two"),
+        ("", "ValueError"),
+    ],
+)
+def test_of_what_vllm_refuses_its_own_words_are_said(said, words):
+    assert last_words(ValueError(said)) == words

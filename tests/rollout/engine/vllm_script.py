@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of, stream_buckets
 from infsample_rl.model.weight_sync.sync import load_published
 from infsample_rl.rollout.engine.vllm_engine import VLLMEngine
+from infsample_rl.types import EngineFailed
 
 GPUS = int(torch.cuda.is_available())
 DTYPE = "bfloat16" if GPUS else "float32"  # vLLM's attention has no other on a GPU
@@ -36,13 +38,15 @@ def config_of(model: str, settings: dict, *, takes_turns: bool = False) -> Confi
     )
 
 
-def publish(engine: VLLMEngine, folder: str) -> None:
-    """Weights of another folder, as the learner sends them."""
+def publish(engine: VLLMEngine, folder: str, *, fails_after: int | None = None) -> None:
+    """Weights of another folder, as the learner sends them; `fails_after`: so many buckets, after which none comes."""
     from infsample_rl.model.loading import load_model
 
     named = list(load_model(ModelConfig(path=folder, dtype=DTYPE)).named_parameters())
     manifest = plan_weights(shapes_of(named), 1, 2**16)
     buckets = (bucket.copy() for bucket in stream_buckets(named, manifest, 2**16))
+    if fails_after is not None:
+        buckets = chain(islice(buckets, fails_after), (1 / 0 for _ in range(1)))
     load_published(engine.parameters, manifest, buckets, 2**16, engine.load)
     engine.begin_version(1)
 
@@ -70,7 +74,11 @@ def take_turns(config: Config, options: dict, weights: str) -> dict:
         tokens.append([[sample.token_ids.tolist() for sample in group] for group in groups])
         engine.rest()
         held.append(held_bytes())
-    return {"held": held, "tokens": tokens, "refused": refused}
+    try:
+        publish(engine, weights, fails_after=2)
+    except EngineFailed as error:
+        broken = str(error)
+    return {"held": held, "tokens": tokens, "refused": refused, "broken": broken}
 
 
 def main(model: str, asked: list, out: str) -> None:
