@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config
 
 from infsample_rl.config.loading import load_config
+from infsample_rl.plan import processes
 from infsample_rl.plan.__main__ import main
 from infsample_rl.plan.decode_time import decode_time
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
@@ -247,7 +248,9 @@ def test_vllm_has_its_own_lines_and_each_process_of_a_split_model_its_share(caps
     assert "of preempted KV" not in capsys.readouterr().out
 
 
-def test_of_engine_and_learner_that_take_turns_each_has_what_the_other_leaves_at_rest(capsys):
+def test_of_engine_and_learner_that_take_turns_each_has_what_the_other_leaves_at_rest(capsys, monkeypatch):
+    there = processes.host()  # else what is free changes from one plan to the other
+    monkeypatch.setattr(processes, "host", lambda: there)
     settings = ["rollout.engine=vllm", "rollout.kv_budget_tokens=4096", "learner.optimizer=adamw"]
     apart, turns = (plan_json(capsys, *settings, f"cluster.colocate={each}")[1] for each in ("false", "true"))
     sums = [[process["sum_bytes"] for process in plan["processes"]] for plan in (apart, turns)]
