@@ -49,7 +49,7 @@ def check_rollout_interpreter(config: Config) -> None:
         raise ValueError(f"{name} does not run: {error}; {makes}") from None
     if found.returncode != 0:
         raise ValueError(f"{name} does not run: {(found.stderr.strip().splitlines() or ['no word'])[-1]}; {makes}")
-    words = found.stdout.splitlines()[-1:][0].split() if found.stdout.strip() else []
+    words = (found.stdout.splitlines() or [""])[-1].split()
     if len(words) != 4:
         raise ValueError(f"{name} does not run Python: it answered {found.stdout.strip()[-80:]!r}; {makes}")
     python, of_ray, of_vllm, ours = words

@@ -221,7 +221,7 @@ class LearnerConfig:
     overlap: bool = setting(
         True,
         "backward of complete groups while others decode; false: after the last sample of the step",
-        read_if=lambda c: c.objective.updates_per_step == 1 and c.run.max_staleness == 0,
+        read_if=lambda c: c.objective.updates_per_step == 1 and c.run.max_staleness == 0 and not c.takes_turns,
     )
     optimizer: str = setting(
         "adamw", "adamw, or adamw_8bit (torchao): moments in 8 bits with scales", choices=("adamw", "adamw_8bit")

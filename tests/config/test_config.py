@@ -472,6 +472,10 @@ def test_what_is_told_of_sampling_before_a_run():
         (["objective.kl_coef=0.1"], "nothing reads it here: objective.kl_coef"),
         (["objective.kl=k3"], "objective.kl=k3 with objective.kl_coef=0: there is no KL in the loss"),
         (["rollout.epsilon=0.2"], "nothing reads it here: rollout.epsilon"),
+        (
+            ["rollout.engine=vllm", "cluster.colocate=true", "learner.overlap=false"],
+            "nothing reads it here: learner.overlap",
+        ),
         (["run.epochs=3", "run.steps=4"], "nothing reads it here: run.epochs"),
         (["run.eval_prompts=0", "run.eval_temperature=0"], "run.eval_temperature"),
         (["learner.offload_optimizer=true"], "nothing reads it here: learner.offload_optimizer"),
