@@ -71,6 +71,10 @@ class RolloutCalls(Observed):
         """Give the learner the device, until weights come."""
         self.rollout.rest()
 
+    def close(self) -> None:
+        """End what the engine has started, before Ray ends this process without asking."""
+        self.rollout.close()
+
     def join_weight_link(self, meeting: StoreAddress, member: int, members: int) -> None:
         """The line to learner rank 0; every member must be asked."""
         self.rollout.join_weight_link(meeting, member, members)

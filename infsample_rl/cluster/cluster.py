@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ from infsample_rl.observe.phases import phase
 from infsample_rl.plan.model_outline import build_outline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import LossTotals
+
+CLOSE_S = 10.0  # for what engines have started to end
 
 
 class Cluster:
@@ -118,7 +121,17 @@ class Cluster:
 
     def stop(self) -> None:
         """End every worker and leave Ray, which gives the run's reservations back."""
+        if self._config.rollout.tensor_parallel > 1 and ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._close_engines()
         ray.shutdown()
+
+    def _close_engines(self) -> None:
+        """Let processes of vLLM that share memory give it back: Ray ends them without asking."""
+        self.traffic.abandon(for_good=True)
+        closed = [handle.close.remote() for handle in self._calls.workers.all("rollout").values()]
+        if closed:
+            ray.wait(closed, num_returns=len(closed), timeout=CLOSE_S)
 
 
 class LearnerRanks:

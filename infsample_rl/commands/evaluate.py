@@ -34,24 +34,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from infsample_rl.cluster.rollout_interpreter import check_rollout_interpreter
 from infsample_rl.commands.estimates import Estimate, mean_over_problems, pass_at_k
-from infsample_rl.commands.merge import load_policy_folder
+from infsample_rl.commands.merge import open_policy
 from infsample_rl.commands.run_settings import load_run_config, model_and_run
+from infsample_rl.commands.sampling_process import sample_held_out
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.controller.checks import check_turns
 from infsample_rl.controller.openings import Openings
 from infsample_rl.controller.step_records import episode_record
 from infsample_rl.data.prompts import build_eval_prompts
-from infsample_rl.data.turns import templates_of
 from infsample_rl.model.architecture import context_of
+from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.tokenizer import load_tokenizer, read_response
 from infsample_rl.reward.checks import check_columns, check_reward_functions
 from infsample_rl.reward.environment_host import EnvironmentHost
 from infsample_rl.reward.worker import RewardWorker
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-from infsample_rl.rollout.environment.episodes import Episodes
-from infsample_rl.types import Completion, Prompt, RewardResult
+from infsample_rl.types import Completion, Prompt, RewardResult, RolloutWork
 
 Figures = dict[str, Estimate | float | int | None]
 
@@ -121,31 +121,22 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
 
 
 def evaluate(
-    config: Config, lm: PreTrainedModel, prompts: list[Prompt], environments: EnvironmentHost | None = None
+    config: Config, lm: PreTrainedModel | None, prompts: list[Prompt], environments: EnvironmentHost | None = None
 ) -> list[Sampled]:
-    """Sample every problem and score its samples while others decode. `environments`: of samples of several turns."""
-    config.cluster = dataclasses.replace(config.cluster, reward_gpus=1.0 if lm.device.type == "cuda" else 0.0)
-    found, tokenizer = [Sampled(prompt=prompt) for prompt in prompts], load_tokenizer(config.model)
-    engine = SamplingEngine(
-        lm,
-        tokenizer,
-        config.rollout,
-        max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
-        lm_head_fp32=config.model.lm_head_fp32,
-    )
-    ids, temperature = [prompt.token_ids.tolist() for prompt in prompts], config.run.eval_temperature
-    turns = None
-    if environments is not None:
-        kwargs, stops = config.data.chat_template_kwargs, engine.stop_token_ids
-        starts = {index: prompt.start for index, prompt in enumerate(prompts) if prompt.start is not None}
-        templates = templates_of(tokenizer, kwargs, environments.tools, stops)
-        turns = Episodes(environments, templates, config.environment, starts)
+    """Sample every problem and score its samples while others decode. `lm`: the native engine's model. `environments`:
+    of samples of several turns."""
+    config = _of_one_worker(config, longest=max(len(prompt.token_ids) for prompt in prompts))
+    found, samples = [Sampled(prompt=prompt) for prompt in prompts], list(range(config.rollout.group_size))
+    work = [
+        RolloutWork(prompt_index=index, prompt_ids=prompt.token_ids, sample_indices=samples, start=prompt.start)
+        for index, prompt in enumerate(prompts)
+    ]
     worker = RewardWorker(config)
     try:
         with ThreadPoolExecutor(1) as scorer:
             scored = [
                 (group, scorer.submit(worker.score, [(prompts[group[0].prompt_index], group)]))
-                for group in engine.stream(ids, config.run.seed, evaluation=True, temperature=temperature, turns=turns)
+                for group in sample_held_out(config, work, lm, environments)
             ]
             for group, future in scored:
                 (result,) = future.result()
@@ -153,6 +144,27 @@ def evaluate(
     finally:
         worker.close()
     return found
+
+
+def _of_one_worker(config: Config, *, longest: int) -> Config:
+    """The settings of a run whose only rollout worker has the machine and whole weights, for prompts of up to `longest`
+    tokens."""
+    gpus = 1.0 if torch.cuda.is_available() else 0.0
+    cluster = dataclasses.replace(
+        config.cluster,
+        colocate=False,
+        rollout_workers=1,
+        rollout_gpus=gpus,
+        reward_gpus=gpus,
+        cpus_per_worker=torch.get_num_threads(),
+    )
+    return dataclasses.replace(
+        config,
+        cluster=cluster,
+        data=dataclasses.replace(config.data, max_prompt_tokens=longest),
+        learner=dataclasses.replace(config.learner, lora_rank=0),
+        run=dataclasses.replace(config.run, dir=None),  # what it keeps of environments is the run's own
+    )
 
 
 def _enter(sampled: Sampled, completions: list[Completion], result: RewardResult) -> None:
@@ -234,20 +246,11 @@ def _run(arguments: list[str]) -> int:
     config = evaluation_config(checkpoint, options, overrides)
     if options.out is not None:
         _check_out(Path(options.out).absolute(), config)
-    needs = check_reward_functions(config.reward, config.environment.factory)
-    lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer, architecture = load_tokenizer(config.model), lm.config.get_text_config()
-    environments = EnvironmentHost(config) if config.environment.is_set else None
-    openings = Openings(config, tokenizer, environments)
-    try:
-        offered = check_turns(config, tokenizer, architecture, environments)
-        prompts = build_eval_prompts(config, tokenizer, context_of(architecture), offered)
-        check_columns(config, needs, prompts, evaluation=True)
-        found = evaluate(config, lm, openings.open(prompts, position=-len(prompts)), environments)
-    finally:
-        openings.close()
-    if options.out is not None:
-        write_completions(found, Path(options.out), config)
+    check_rollout_interpreter(config)
+    with open_policy(config.model, config.rollout.engine) as (config.model, lm):
+        found = _sample_and_score(config, lm)
+        if options.out is not None:
+            write_completions(found, Path(options.out), config)
     figures = summarise(found, options, seed=config.run.seed)
     if options.json:
         print(json.dumps(figures, default=dataclasses.asdict))
@@ -256,6 +259,22 @@ def _run(arguments: list[str]) -> int:
     if failed := figures["failed rewards"]:
         raise RuntimeError(f"{failed} of {len(found) * options.samples} rewards failed, they are outside all figures")
     return 0
+
+
+def _sample_and_score(config: Config, lm: PreTrainedModel | None) -> list[Sampled]:
+    """All problems, evaluated. ValueError for settings, rows and rewards that do not fit each other."""
+    needs = check_reward_functions(config.reward, config.environment.factory)
+    tokenizer = load_tokenizer(config.model)
+    architecture = load_model_config(config.model) if lm is None else lm.config.get_text_config()
+    environments = EnvironmentHost(config) if config.environment.is_set else None
+    openings = Openings(config, tokenizer, environments)
+    try:
+        offered = check_turns(config, tokenizer, architecture, environments)
+        prompts = build_eval_prompts(config, tokenizer, context_of(architecture), offered)
+        check_columns(config, needs, prompts, evaluation=True)
+        return evaluate(config, lm, openings.open(prompts, position=-len(prompts)), environments)
+    finally:
+        openings.close()
 
 
 def _title(checkpoint: str, config: Config, options: EvaluateOptions) -> str:

@@ -12,7 +12,10 @@ Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +46,28 @@ class MergeOptions:
 
 def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
     """The model of a checkpoint, whole or of adapters, in model.dtype: what sampled."""
-    folder = Path(model.path)
-    if not (folder / ADAPTER_CONFIG).is_file():
+    if not holds_adapters(model):
         return load_model(model, device)
-    merged: Any = load_merged(folder, trust_remote_code=model.trust_remote_code)
+    merged: Any = load_merged(Path(model.path), trust_remote_code=model.trust_remote_code)
     return merged.to(device, getattr(torch, model.dtype)).eval()
+
+
+@contextmanager
+def open_policy(model: ModelConfig, engine: str) -> Iterator[tuple[ModelConfig, PreTrainedModel | None]]:
+    """The checkpoint as the engine takes it: loaded, or for vLLM as a folder, into which adapters are merged."""
+    if engine == "native":
+        yield model, load_policy_folder(model, "cuda" if torch.cuda.is_available() else "cpu")
+    elif not holds_adapters(model):
+        yield model, None
+    else:
+        with tempfile.TemporaryDirectory(prefix="infsample_rl_merged_") as folder:
+            save_merged(Path(model.path), Path(folder), trust_remote_code=model.trust_remote_code)
+            yield replace(model, path=folder), None
+
+
+def holds_adapters(model: ModelConfig) -> bool:
+    """Whether the checkpoint is of adapters alone."""
+    return (Path(model.path) / ADAPTER_CONFIG).is_file()
 
 
 def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -62,6 +82,12 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
     except _CannotMerge as error:
         raise ValueError(f"CHECKPOINT={checkpoint} {error}") from None
     return lm
+
+
+def save_merged(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
+    """Write load_merged()'s model and the checkpoint's tokenizer into a folder."""
+    load_merged(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(out)
+    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust_remote_code)).save_pretrained(out)
 
 
 class _CannotMerge(Exception):
@@ -114,8 +140,7 @@ def _run(arguments: list[str]) -> int:
     trust = parse(arguments[2:], MergeOptions).trust_remote_code
     if not arguments[1] or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"OUT={arguments[1]} must be a new or an empty folder")
-    load_merged(checkpoint, trust_remote_code=trust).save_pretrained(out)
-    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust)).save_pretrained(out)
+    save_merged(checkpoint, out, trust_remote_code=trust)
     print(f"merged: {out}")
     return 0
 

@@ -80,9 +80,16 @@ def answering_config(checkpoint: str, overrides: list[str], *, rows: int, max_ne
     ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null", "rollout.micro_group_size=1"]
     ours += [f"rollout.max_new_tokens={max_new_tokens}", "objective.overlong_buffer_tokens=0"]
     ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
+    ours += ["rollout.engine=native", "rollout.tensor_parallel=1"]  # whatever sampled in the run
     if run_dir is None:
         ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
-    return load_run_config(run_dir, [*ours, *overrides])
+    config = load_run_config(run_dir, [*ours, *overrides])
+    if config.rollout.engine != "native":
+        raise ValueError(
+            f"rollout.engine={config.rollout.engine} must be native to talk to a checkpoint; vLLM answers by its own "
+            f"`vllm serve {checkpoint}`"
+        )
+    return config
 
 
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:

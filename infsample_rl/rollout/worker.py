@@ -135,6 +135,10 @@ class RolloutWorker:
         """Give weights and KV back until weights come. Not while a stream runs."""
         self.engine.rest()
 
+    def close(self) -> None:
+        """End what the engine has started. Not while a stream runs."""
+        self.engine.close()
+
     def join_weight_link(self, meeting: StoreAddress, member: int, members: int) -> None:
         """The line to learner rank 0, which joins at the same time, in place of any that was there."""
         if self.link is not None:

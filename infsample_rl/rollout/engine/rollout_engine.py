@@ -231,6 +231,11 @@ class RolloutEngine(ABC):
         runs."""
         raise RuntimeError(f"{type(self).__name__} does not take turns with a learner")
 
+    def close(self) -> None:
+        """End what it has started, for good."""
+        if self._loop is not None:
+            self._loop.free()
+
     def begin_version(self, version: int) -> None:
         """Sample as policy `version` from now on: its weights have arrived."""
         self.policy_version = version

@@ -82,7 +82,9 @@ class VLLMEngine(RolloutEngine):
         self._longest = config.data.max_prompt_tokens
         self._pages = self._num_pages(sharers, reserved_bytes)
         self._vllm = _new_vllm()
-        self._llm = self._start(config)
+        # Where its processes meet, by sockets, which live on without their names; one has at most 107 characters.
+        with tempfile.TemporaryDirectory(prefix="vllm_", dir="/tmp") as os.environ["VLLM_RPC_BASE_PATH"]:
+            self._llm = self._start(config)
         self._rests = False
         if config.takes_turns:
             self.rest()
@@ -113,6 +115,10 @@ class VLLMEngine(RolloutEngine):
         self._llm.sleep(level=2)
         self._llm.collective_rpc("release_host_memory")
         self._rests = True
+
+    def close(self) -> None:
+        """As RolloutEngine's: its processes end, and what they shared is gone."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def _num_pages(self, sharers: int, reserved_bytes: int) -> int:
         """Blocks of the pool; each full response of the default budget has one more, for its prompt's last tokens."""
@@ -163,6 +169,7 @@ class VLLMEngine(RolloutEngine):
             drawing = (self.vocab_size, len(self.tokenizer), *truncation, rollout.bad_token_ids)
             llm.collective_rpc("draw_as_our_own", args=drawing)
             self._try(llm)
+            llm.collective_rpc("remove_store_file")
         except Exception as error:  # of any kind, from any layer of vLLM
             raise RuntimeError(
                 f"vLLM {self._vllm.__version__} cannot run model.path={config.model.path}: {last_words(error)}"

@@ -6,9 +6,11 @@ Only vllm_engine.py names it, to vLLM, which imports it in each of its processes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -130,6 +132,16 @@ class WorkerExtension:
         for tensor in [*model.parameters(), *self.model_runner.kv_caches]:
             give_pages_back(tensor)
         return_freed_memory()
+
+    def remove_store_file(self) -> None:
+        """Remove the file through which vLLM's processes have met, which each start would leave. A group that is made
+        later makes it again."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        path = getattr(store, "path", None)  # of a FileStore
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
 
     def load_file(self, path: str) -> None:
         """Take the weights that a safetensors file holds."""

@@ -39,6 +39,9 @@ class Environments(Protocol):
     def end(self, key: Hashable) -> None:
         """It is not wanted any more."""
 
+    def close(self) -> None:
+        """End all of them."""
+
 
 @dataclass(slots=True)
 class _State:
