@@ -12,7 +12,7 @@ import ray
 
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.cluster.out_of_memory import is_out_of_memory
-from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, Workers, worker_name
+from infsample_rl.cluster.workers import EngineLost, Handle, StepLost, WorkerLost, Workers, worker_name
 from infsample_rl.types import EngineFailed, WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
@@ -181,7 +181,7 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         if isinstance(cause, lost):
             raise PayloadLost(f"{who}: {cause}") from error
         if isinstance(cause, EngineFailed):
-            raise WorkerLost(role, index, str(cause)) from error
+            raise EngineLost(role, index, str(cause)) from error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
         raise kind(f"{who}: {what_was_raised(cause)}") from error
     except ray.exceptions.RayActorError as error:  # died, or cannot be reached: to the run it is the same

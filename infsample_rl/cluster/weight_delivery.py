@@ -11,7 +11,7 @@ import ray
 from infsample_rl.cluster.arrivals import Return
 from infsample_rl.cluster.calls import Calls, Patience
 from infsample_rl.cluster.interruption import SLICE_S
-from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_name
+from infsample_rl.cluster.workers import EngineLost, Handle, StepLost, WorkerLost, worker_name
 from infsample_rl.config import Config
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.phases import phase
@@ -43,9 +43,10 @@ class WeightDelivery:
         """Bring every engine to the learner's weights, and to the run's length probe.
 
         Rollout workers that are lost are replaced; those that are still starting are left out, unless too few have
-        started, and come with the next version.
+        started, and come with the next version. RuntimeError where no engine takes them.
         """
         started, self._version, self._probe = time.monotonic(), version, probe
+        failures = set[str]()
         while True:
             try:
                 together = self._config.shares_process
@@ -54,6 +55,10 @@ class WeightDelivery:
                 break
             except WorkerLost as lost:
                 self._linked = ()
+                if str(lost) in failures:
+                    raise RuntimeError(f"{lost}, in a new engine too") from lost
+                if isinstance(lost, EngineLost):
+                    failures.add(str(lost))
                 self._calls.workers.replace(lost)
         self.learner_has_moved, self.holders = False, set(rollout)
         self.returns.clear()

@@ -22,6 +22,10 @@ class WorkerLost(RuntimeError):
         self.role, self.index, self.reason = role, index, reason
 
 
+class EngineLost(WorkerLost):
+    """Its process lives, but what samples in it cannot go on."""
+
+
 class StepLost(RuntimeError):
     """The unfinished step cannot be ended, as with a lost learner rank: the run goes back to its last checkpoint."""
 

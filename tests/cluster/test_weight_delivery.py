@@ -13,7 +13,7 @@ from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.config.loading import load_config
 from infsample_rl.model.weight_sync.store import StoreAddress
-from infsample_rl.types import WeightSyncReport
+from infsample_rl.types import EngineFailed, WeightSyncReport
 from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
 
@@ -74,6 +74,21 @@ def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_pl
     now[0] = 401.0
     delivery.publish(1, None)
     assert fake_ray.killed == [late] * has_place and delivery.holders == ({0, 1, 2} if has_place else {0, 2})
+
+
+def test_weights_that_no_engine_takes_end_the_run_at_the_second(fake_ray):
+    def failing() -> Handle:
+        return Handle(load_weights=Method(raised(EngineFailed("weights did not all reach vLLM: no such layer"))))
+
+    learner = [Handle(publish=Method(lambda *_: Ref("weights")))]
+    takes_them, spares = Handle(load_weights=Method(lambda *_: Ref(report(3)))), [failing(), failing()]
+    settings = ["cluster.weight_sync=object_store"]
+    delivery = make(settings, spares=[takes_them], rollout=[failing()], learner=learner)
+    assert delivery.publish(3, None).version == 3
+    delivery = make(settings, spares=spares, rollout=[failing()], learner=learner)
+    with pytest.raises(RuntimeError, match="rollout worker 0: weights did not .* no such layer, in a new engine too"):
+        delivery.publish(3, None)
+    assert len(fake_ray.killed) == 2  # one in each
 
 
 def test_an_engine_that_holds_another_version_ends_the_run(fake_ray):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from infsample_rl.commands import chat, evaluate
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.tokenizer import load_tokenizer
+from tests.vllm_files import check_nothing_is_left, files_of_vllm
 
 ASSETS = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets"
 POLICY = ASSETS / "kk_tiny" / "policy"
@@ -91,15 +90,11 @@ def adapters(tmp_path_factory) -> Path:
     return folder
 
 
-def files_of_vllm() -> set[str]:
-    return set(os.listdir("/dev/shm")) | {name for name in os.listdir("/tmp") if "vllm" in name}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", ["", "rollout.tensor_parallel=2", "adapters", "an environment"])
 def test_every_completion_is_the_native_engines_and_nothing_is_left(tmp_path, adapters, capfd, changes):
     assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
-    game, before = tmp_path / "game.py", files_of_vllm()
+    game, before = tmp_path / "game.py", files_of_vllm("/tmp")
     game.write_text(GAME)
     settings = {
         "": [],
@@ -115,7 +110,4 @@ def test_every_completion_is_the_native_engines_and_nothing_is_left(tmp_path, ad
         found[engine] = capfd.readouterr().out.splitlines()[-1], out.read_text()
     assert found["vllm"] == found["native"]
     assert changes != "an environment" or '"observed": [[' in found["native"][1]
-    limit = time.monotonic() + 60  # of other tests' runs, which end too
-    while (left := files_of_vllm() - before) and time.monotonic() < limit:
-        time.sleep(0.2)
-    assert not left
+    check_nothing_is_left(before, "/tmp")

@@ -25,6 +25,7 @@ from transformers import (
 from infsample_rl.commands.chaos import differences
 from infsample_rl.learner.cpu_adam import compile_cpu_adam
 from tests.real_runs import kill_a_decoding_worker, same_everywhere
+from tests.vllm_files import check_nothing_is_left, files_of_vllm
 
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
 LITTLE_KV = ("rollout.schedule=token_budget", "rollout.kv_budget_tokens=160", "rollout.preemption=park")
@@ -128,7 +129,9 @@ def plain_policy(train):
 )
 def test_with_vllm_every_sample_of_every_step_is_the_same(no_kl, plain_policy, changes):
     """The second step samples with the weights that the first one made."""
+    before = files_of_vllm("/dev/shm", "/tmp")
     run = no_kl("rollout.engine=vllm", f"model.path={POLICY}", *changes)
+    check_nothing_is_left(before, "/dev/shm", "/tmp")
     trains_adapters = "learner.lora_rank=4" in changes  # another update than the weights': one step, without its norm
     rows = run.rows[:1] if trains_adapters else run.rows
     for row, wanted in zip(rows, plain_policy.rows, strict=False):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.rollout.engine.graph_cache import GraphCache
-from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
+from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes, total_bytes
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.parked_kv import ParkedKV, check_parking, open_parking
-from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import check_pages, check_total, free_for_pool, num_pool_pages
 
 
 class EnginePool:
@@ -51,6 +51,7 @@ class EnginePool:
             free = free_for_pool(free, on_gpu=runner.device.type == "cuda", sharers=self._sharers)
         pages = num_pool_pages(config, page_bytes=page_bytes, prompts=prompts or [1], free_bytes=free)
         if pages > held:
+            check_total(config, pages * page_bytes, total_bytes(runner.device))
             self.graphs.clear()
             self.parking = self._parked_beside = None  # which hold on to the old one
             runner.allocate(pages, config.page_size)

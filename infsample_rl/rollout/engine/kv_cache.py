@@ -7,6 +7,7 @@ Letters: L layers, G pages, S tokens of a page, H kv heads, D head size, T token
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -197,6 +198,15 @@ def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     """Of the pages under rollout.kv_dtype: stored_dtype("int8", torch.bfloat16) -> torch.int8; auto: the model's
     dtype."""
     return model_dtype if kv_dtype == "auto" else torch.int8
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory of the GPU, or of the machine or the container that this process runs in."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    total, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return total if text == "max" else min(total, int(text))
 
 
 def free_bytes(device: torch.device, gpu_part: float = 1.0) -> int:

@@ -24,12 +24,12 @@ from infsample_rl.model.loading import build_outline, load_model_config
 from infsample_rl.model.weight_sync.buckets import unpack_tensors
 from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import MicroGroups
-from infsample_rl.rollout.engine.kv_cache import free_bytes
+from infsample_rl.rollout.engine.kv_cache import free_bytes, total_bytes
 from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.rollout_engine import Call, RolloutEngine, evaluation_config
 from infsample_rl.rollout.engine.sampler import truncates_at
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop, last_words
-from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
+from infsample_rl.rollout.schedule.kv_budget import check_pages, check_total, free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, Parking
 from infsample_rl.types import EngineFailed, WeightManifest
 
@@ -129,7 +129,10 @@ class VLLMEngine(RolloutEngine):
             free = max(0, free - self._weight_bytes)
             free = free_for_pool(free, on_gpu=self._device.type == "cuda", sharers=sharers)
         pages = num_pool_pages(config, page_bytes=self._page_bytes, prompts=prompts, free_bytes=free)
-        return pages if config.has_budget else pages + (config.num_slots or 0)
+        pages += 0 if config.has_budget else config.num_slots or 0
+        parts = config.tensor_parallel if self._device.type == "cpu" else 1  # in one machine's memory
+        check_total(config, pages * self._page_bytes * parts, total_bytes(self._device))
+        return pages
 
     def _start(self, config: Config) -> Any:
         rollout = self.config

@@ -29,24 +29,38 @@ def num_pool_pages(
     `free_bytes`: of free_for_pool(), read where the pool takes what is free alone. Raises ValueError, with the
     smallest budget that would do, when one prompt and one full response do not fit.
     """
-    page_size, longest = config.page_size, sorted(prompts, reverse=True)
+    page_size, longest, given = config.page_size, sorted(prompts, reverse=True), _given(config)
     if config.kv_budget_tokens is not None:
-        pages, given = config.kv_budget_tokens // page_size, f"rollout.kv_budget_tokens={config.kv_budget_tokens}"
+        pages = config.kv_budget_tokens // page_size
     elif config.takes_free_memory:
         longest = longest[: config.most_prompts]
         rows = min(config.most_rows, config.group_size * len(longest))
         most = kv_pages(rows, config.max_new_tokens, longest, page_size)
         pages = min(most, free_bytes // page_bytes)  # more could never be used
-        given = f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)"
+        given = f"{given} ({free_bytes} bytes free for it)"
     elif config.kv_budget_bytes is not None:
         pages = parse_bytes(config.kv_budget_bytes) // page_bytes
-        given = f"rollout.kv_budget_bytes={config.kv_budget_bytes}"
     else:
         slots = config.num_slots
         assert slots is not None, "none is where another budget is given"
         return kv_pages(slots, config.max_new_tokens, longest[: config.planned_prompts], page_size)
     check_pages(pages, config, longest[0], "a prompt", given=given, page_bytes=page_bytes)
     return pages
+
+
+def check_total(config: RolloutConfig, num_bytes: int, total_bytes: int) -> None:
+    """Raise ValueError for a pool of `num_bytes` on a device that has `total_bytes` in all."""
+    if num_bytes > total_bytes:
+        raise ValueError(
+            f"{_given(config)} asks for a KV pool of {num_bytes} bytes, and the device has {total_bytes} in all; "
+            "rollout.kv_budget_bytes=auto takes what is free"
+        )
+
+
+def _given(config: RolloutConfig) -> str:
+    """The setting that says how large the pool is."""
+    name = next((name for name in ("kv_budget_tokens", "kv_budget_bytes") if getattr(config, name) is not None), None)
+    return f"rollout.slots={config.num_slots}" if name is None else f"rollout.{name}={getattr(config, name)}"
 
 
 def rows_in(config: RolloutConfig, pages: int, prompts: Sequence[int]) -> int:

@@ -213,6 +213,8 @@ def test_too_small_a_budget_is_refused_with_the_smallest_that_would_do(model, to
         make_engine(model, tokenizer, kv_budget_tokens=24)
     with pytest.raises(ValueError, match="kv_budget_bytes=1KB holds 0 pages"):
         make_engine(model, tokenizer, kv_budget_bytes="1KB")
+    with pytest.raises(ValueError, match="kv_budget_bytes=1000000GB asks for a KV pool of .* in all; rollout"):
+        make_engine(model, tokenizer, kv_budget_bytes="1000000GB")
     engine = make_engine(model, tokenizer, kv_budget_tokens=28)
     with pytest.raises(ValueError, match="too few for prompt 0 of 5 tokens .* rollout.kv_budget_tokens=32"):
         engine.generate([PROMPT], seed=0)

@@ -4,7 +4,7 @@ import pytest
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.config.fields import kv_pages, parse_bytes
-from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import check_total, free_for_pool, num_pool_pages
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 
 
@@ -52,6 +52,21 @@ def test_prompt_and_response_are_rounded_to_pages():
 def test_pages_of_every_kind_of_budget(settings, pages):
     config = RolloutConfig(**({"group_size": 8, "slots": 4, "max_new_tokens": 30} | settings))
     assert num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40], free_bytes=20_000) == pages
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kv_budget_bytes": "30GB"}, "rollout.kv_budget_bytes=30GB"),
+        ({"kv_budget_tokens": 4096}, "rollout.kv_budget_tokens=4096"),
+        ({"slots": 4}, "rollout.slots=4"),
+    ],
+)
+def test_a_pool_larger_than_its_device_is_refused(settings, name):
+    config = RolloutConfig(**settings)
+    check_total(config, 24, 24)
+    with pytest.raises(ValueError, match=f"{name} asks for a KV pool of 25 bytes, and the device has 24 in all; roll"):
+        check_total(config, 25, 24)
 
 
 def test_a_gpu_is_its_workers_own_and_a_machine_is_shared():
