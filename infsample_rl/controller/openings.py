@@ -42,7 +42,8 @@ class Openings:
 
     def _open(self, prompt: Prompt, position: int) -> Prompt:
         assert self._host is not None
-        columns = {"prompt": prompt.messages} | prompt.columns
+        own = prompt.columns.get("prompt")  # a chat in TRL's layout, or the question as a text
+        columns = prompt.columns | {"prompt": own if isinstance(own, list) else prompt.messages}
         start = EpisodeStart(seed_of(self._config.run.seed, position, prompt), columns)
         try:
             said = self._host.opening(start.seed, start.columns)

@@ -28,13 +28,13 @@ class Problem:
     """One usable row of a source, before the chat template.
 
     Example: Problem(row=3, origin="train.jsonl", messages=[{"role": "user", "content": "1 + 1 = ?"}],
-    columns={"answer": "2"})
+    columns={"question": "1 + 1 = ?", "answer": "2"})
     """
 
     row: int  # from 1; in JSON Lines the line
     origin: str  # file or hub name, for messages to the user
     messages: list[dict[str, str]]
-    columns: dict[str, Any]  # every field but the question; `answer` is the gold answer alone
+    columns: dict[str, Any]  # every field; `answer` is the gold answer alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +112,7 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
     if row.fields is None:
         raise BadRow(row.fault)
     messages = read_messages(_required(row.fields, fields.prompt), fields.prompt)
-    # A prompt of chat messages stays a column: TRL's reward functions then get completions as messages too.
-    columns = {name: value for name, value in row.fields.items() if name != fields.prompt or isinstance(value, list)}
+    columns = dict(row.fields)
     # verl: what its compute_score takes
     if isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]:
         columns = {"data_source": None, "extra_info": None, "ground_truth": lookup(columns, VERL_ANSWER)} | columns

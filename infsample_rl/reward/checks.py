@@ -103,8 +103,6 @@ def _where(lacking: dict[int, str], sets: Needs, prompts: list[Prompt], label: s
     named = next(iter(lacking.values()))
     others = "".join(f" (or {' and '.join(one)})" for one in sets[1:])
     hint = "; data.answer_field names the field that holds it" if named == "answer" else ""
-    if named in ("question", "problem", "quiz"):
-        hint = "; where it is the question, it comes as prompts and in no column"
     which = f"which no row of {label} has"
     if len(lacking) < len(prompts):
         which = f"which {len(lacking)} of {len(prompts)} rows of {label} lack (rows {first_rows(list(lacking))})"

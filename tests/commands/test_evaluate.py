@@ -108,7 +108,7 @@ def test_a_broken_reward_is_no_figure_and_exit_code_1_and_a_missing_column_is_to
     expected = (
         f"broken.py:level needs the column 'level', which no row of data.eval_source={tmp_path}/problems.jsonl has"
     )
-    assert f"{expected}; the columns are answer" in capsys.readouterr().err
+    assert f"{expected}; the columns are question, answer" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsys):

@@ -25,10 +25,10 @@ class Host:
         return f"Guess, {columns['answer']}."
 
 
-def prompt(index, answer="5", row=7):
+def prompt(index, answer="5", row=7, **more):
     messages = [{"role": "user", "content": "A game."}]
     ids = np.zeros(3, np.int32)
-    columns = {"answer": answer}
+    columns = {"answer": answer, **more}
     return Prompt(prompt_index=index, row=row, messages=messages, text="", token_ids=ids, columns=columns)
 
 
@@ -45,6 +45,10 @@ def test_the_last_user_message_goes_on_with_it():
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
     assert opened.start.columns == {"answer": "5", "prompt": prompt(0).messages} and opened.start.messages is None
     assert opened.start.seed == seed_of(0, 40, opened)
+    chat = [{"role": "user", "content": "Of the row."}]
+    for own, given in (("A game.", prompt(0).messages), (chat, chat)):
+        [opened] = openings().open([prompt(0, prompt=own)], position=40)
+        assert opened.start.columns["prompt"] == given  # messages, as TRL has them
 
 
 def test_messages_of_a_program_take_the_place_of_the_prompt(monkeypatch):

@@ -67,7 +67,8 @@ def test_prompts_are_numbered_by_their_place_in_the_batch_and_carry_their_column
     batch = stream.next_batch()
     assert [prompt.prompt_index for prompt in batch] == [0, 1, 2]
     assert [prompt.columns for prompt in batch] == [
-        {"answer": str(number), "answer_as_given": number} for number in (3, 4, 5)
+        {"question": question, "answer": str(number), "answer_as_given": number}
+        for question, number in (("d", 3), ("e", 4), ("f", 5))
     ]
     assert stream.first_rendered == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert stream.num_rows == 7

@@ -58,14 +58,15 @@ def test_raw_gsm8k_rows_yield_the_answer_after_the_hashes_without_commas(tmp_pat
     source = jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": solution}])
     (problem,) = load(source)
     assert problem.messages == [{"role": "user", "content": "How many?"}]
-    assert problem.columns == {"answer": "1042", "solution": solution, "answer_as_given": solution}
+    own = {"question": "How many?", "answer": "1042"}
+    assert problem.columns == {**own, "solution": solution, "answer_as_given": solution}
     assert (problem.row, problem.origin) == (1, source)
 
 
 def test_raw_math_rows_yield_the_last_boxed_answer_and_keep_the_solution(tmp_path):
     row = {"problem": "Halve 1.", "level": "Level 1", "solution": r"Not \boxed{3} but $\boxed{\frac{1}{2}}$."}
     (problem,) = load(jsonl(tmp_path / "math.jsonl", [row]))
-    assert problem.columns == {"level": "Level 1", "solution": row["solution"], "answer": r"\frac{1}{2}"}
+    assert problem.columns == {**row, "answer": r"\frac{1}{2}"}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_json_list_and_json_lines_named_json_and_parquet_give_the_same(tmp_path)
     (tmp_path / "list.json").write_text(json.dumps([GOOD, GOOD]))
     lines = jsonl(tmp_path / "lines.json", [GOOD, GOOD])
     for source in (str(tmp_path / "list.json"), lines, parquet(tmp_path / "rows.parquet", [GOOD, GOOD])):
-        assert [(p.row, p.messages, p.columns) for p in load(source)] == [(n, USER, {"answer": "2"}) for n in (1, 2)]
+        assert [(p.row, p.messages, p.columns) for p in load(source)] == [(n, USER, GOOD) for n in (1, 2)]
 
 
 def test_named_fields_win_over_found_ones_and_may_descend(tmp_path):
@@ -142,7 +143,7 @@ def test_verl_ground_truth_that_is_an_object_stays_one(tmp_path):
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
-        ({"prompt": "1 + 1 = ?"}, {}),
+        ({"prompt": "1 + 1 = ?"}, {"prompt": "1 + 1 = ?"}),
         ({"prompt": USER}, {"prompt": USER}),
         (
             {"prompt": USER, "question": "1 + 1", "solution": "2"},
@@ -350,7 +351,7 @@ def test_reasoning_gym_columns_are_what_the_tasks_own_scorer_takes():
     import reasoning_gym
 
     problem = load("reasoning_gym:word_ladder", generator_kwargs={"size": 2})[0]
-    assert problem.columns.keys() == {"answer", "task", "entry"}
+    assert problem.columns.keys() == {"question", "answer", "task", "entry"}
     columns = pickle.loads(pickle.dumps(problem.columns))
     assert json.dumps(columns)
     assert reasoning_gym.get_score_answer_fn(columns["task"])(columns["answer"], columns["entry"]) == 1.0

@@ -67,6 +67,9 @@ def kinds(completions, answer, **columns):
 def plain(prompts, completions, **columns):
     return [100.0 * len(prompt) + len(text) for prompt, text in zip(prompts, completions)]
 
+def of_question(completions, prompts, question):
+    return [float(len(one)) + 0.5 * isinstance(prompt, list) for one, prompt in zip(question, prompts)]
+
 class Length:
     def __init__(self, most):
         self.most = most
@@ -242,6 +245,12 @@ def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, pro
         901.0,
         904.0,
     ]  # strings, where the data holds strings
+
+
+@pytest.mark.parametrize("asked", ["1 + 2 = ?", [{"role": "user", "content": "1 + 2 = ?"}]])
+def test_trl_functions_get_the_question_by_its_own_name_too(open_worker, prompt_of, asked):
+    prompt = prompt_of({"question": asked, "answer": "3"}, apply_chat_template=True)
+    assert open_worker("of_question").score_texts(prompt, ["3", "4"]).rewards == [float(len(asked))] * 2
 
 
 def test_numbers_stay_numbers_for_functions_and_a_rows_own_answer_its_own(open_worker, prompt_of):

@@ -127,15 +127,14 @@ def check_rows(tmp_path, rows, *names):
         (
             "FILE:needs_level",
             [{"answer": "1"}] * 2,
-            "'level', which no row of FOLDER/rows.jsonl has; the columns are answer",
+            "'level', which no row of FOLDER/rows.jsonl has; the columns are question, answer",
         ),
         ("FILE:needs_level", [{"level": 1}, {"lvl": 1}], "which 1 of 2 rows of FOLDER/rows.jsonl lack (rows 2)"),
         (
             "math",
             [{"level": 1}],
-            "'answer', which no row of FOLDER/rows.jsonl has; the columns are level; data.answer_field",
+            "'answer', which no row of FOLDER/rows.jsonl has; the columns are question, level; data.answer_field",
         ),
-        ("FILE:needs_question", [{"answer": "1"}], "; where it is the question, it comes as prompts and in no column"),
         ("kk", [{"names": ["A"]}], "'answer' (or names and solution), which no row of"),
         ("reasoning_gym", [{"answer": "1", "task": "x"}], "'entry', which no row of"),
         ("data_source", [{"answer": "1"}], "'data_source', which no row of"),
@@ -147,6 +146,10 @@ def test_columns_that_a_function_needs_must_be_in_every_row(tmp_path, user_file,
         check_rows(tmp_path, rows, "think_format", name)
     text = message.replace("FOLDER", f"data.source={tmp_path}")
     assert str(caught.value).startswith(f"reward.functions: {name} needs the column ") and text in str(caught.value)
+
+
+def test_the_question_is_a_column_as_the_others(tmp_path, user_file):
+    check_rows(tmp_path, [{"answer": "1"}], f"{user_file}:needs_question")
 
 
 def test_columns_that_an_environment_needs_must_be_in_every_row(tmp_path):
