@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from infsample_rl import lasting_imports
-from infsample_rl.cluster.early_end import SIGTERM_SAID, ending_at_once, take_over
+from infsample_rl.cluster.early_end import SIGTERM_SAID, end_process, ending_at_once, is_command, take_over
 
 if TYPE_CHECKING:  # torch and transformers are imported beside Ray's start
     from infsample_rl.controller.checks import Start
@@ -137,9 +137,17 @@ def _prepare(config, note: Callable[[str], None]) -> Start:
     from infsample_rl.cluster.local_ray import start_local
 
     def check() -> Start:
-        from infsample_rl.controller.checks import prepare
+        from infsample_rl.controller.inputs import read_inputs
 
-        return prepare(config)
+        try:
+            inputs = read_inputs(config)
+            from infsample_rl.controller.checks import prepare
+
+            return prepare(config, inputs)
+        except ValueError as error:
+            if is_command() and config.cluster.address is None:
+                end_process(_line(error), 2)  # Ray's start, which nothing can break off, is not waited for
+            raise
 
     with ThreadPoolExecutor(1) as beside:
         checked = beside.submit(check)
@@ -160,9 +168,12 @@ def _how_to_go_on(text: str, config) -> str:
 
 
 def _fail(error: Exception | str, code: int) -> int:
-    lines = [line.strip() for line in str(error).splitlines()]
-    print("error: " + " ".join(line for line in lines if line), file=sys.stderr)
+    print(_line(error), file=sys.stderr)
     return code
+
+
+def _line(error: Exception | str) -> str:
+    return "error: " + " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 if __name__ == "__main__":

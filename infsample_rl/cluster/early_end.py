@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C while a run starts: there is nothing to keep yet, so they end the process where it stands.
+"""SIGTERM, Ctrl-C and wrong input while a run starts: there is nothing to keep yet, so they end the process where it
+stands, and remove the session folder that Ray has made for it.
 
 Threads import beside Ray's start. An exception out of a handler could surface anywhere, in the import system's own
 callbacks too: it would be dropped there, or leave a lock held that those threads wait for, and this process for them.
@@ -26,12 +27,25 @@ _ENDS = {  # what is said, and the exit code
     signal.SIGTERM: (SIGTERM_SAID, 0),
     signal.SIGINT: ("interrupted before the run began: nothing has been written", 130),
 }
+# Once stdin ends. A session is named by its start and its driver's process id, which an older one may share.
+_SCRIPT = """
+exec 2> /dev/null
+read -r _
+kill -KILL "$@"
+for session in "$FOLDER"/session_*_"$OWN"; do
+    if [ "${session##*/}" \\> "$SINCE" ]; then rm -rf "$session"; fi
+done
+if [ ! -e "$FOLDER/session_latest" ]; then rm -f "$FOLDER/session_latest"; fi
+"""
+_since = ""  # how a session's name begins that is made from now on
 
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
     """Let SIGTERM and Ctrl-C end this process and all it started, until take_over() or the end of the block. In the
     main thread."""
+    global _since
+    _since = time.strftime("session_%Y-%m-%d_%H-%M-%S")
     before = {number: signal.getsignal(number) for number in _ENDS}
     if before[signal.SIGINT] is signal.SIG_IGN:
         del before[signal.SIGINT]  # a shell's background job: Ctrl-C is for another
@@ -71,11 +85,19 @@ def _watch(woken: int) -> None:
     """Read the numbers of signals until one of them ends this process, or nobody writes them any more."""
     while numbers := os.read(woken, 1):
         if numbers[0] in _ENDS:
-            _end(*_ENDS[signal.Signals(numbers[0])])
+            end_process(*_ENDS[signal.Signals(numbers[0])])
     os.close(woken)
 
 
-def _end(said: str, code: int) -> NoReturn:
+def is_command() -> bool:
+    """Whether a command of this package is all that this process is for: no script, test or notebook has called it."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or ""
+    return (os.path.basename(file) if spec is None else spec.name).partition(".")[0] == "infsample_rl"
+
+
+def end_process(said: str, code: int) -> NoReturn:
+    """Say a line on stderr, and end this process with all it has started. From any thread."""
     sys.setswitchinterval(1e-6)  # /proc is hundreds of small reads: behind each a thread that imports would have 5 ms
     with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, f"{said}\n".encode())
@@ -100,6 +122,10 @@ def _end_after_this_process(pids: list[int]) -> None:
     """SIGKILL to them once this process is gone: Ray's code in it aborts, with an exit code of its own, when it sees
     Ray's processes end. No fork(), whose hooks take locks."""
     gone, _ = os.pipe()  # the other end closes with this process
-    script = 'exec 2> /dev/null; read -r _; kill -KILL "$@"'
-    arguments = ["sh", "-c", script, "sh", *map(str, pids)]
-    os.posix_spawn("/bin/sh", arguments, {}, file_actions=[(os.POSIX_SPAWN_DUP2, gone, 0)], setsid=True)
+    arguments = ["sh", "-c", _SCRIPT, "sh", *map(str, pids)]
+    environment = {
+        "FOLDER": os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray"),
+        "OWN": str(os.getpid()),
+        "SINCE": _since,
+    }
+    os.posix_spawn("/bin/sh", arguments, environment, file_actions=[(os.POSIX_SPAWN_DUP2, gone, 0)], setsid=True)

@@ -44,7 +44,7 @@ from infsample_rl.config.command_line import option, parse_with_settings, print_
 from infsample_rl.controller.checks import check_turns
 from infsample_rl.controller.openings import Openings
 from infsample_rl.controller.step_records import episode_record
-from infsample_rl.data.prompts import build_eval_prompts
+from infsample_rl.data.prompts import build_eval_prompts, held_out_problems
 from infsample_rl.model.architecture import context_of
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.tokenizer import load_tokenizer, read_response
@@ -270,8 +270,9 @@ def _sample_and_score(config: Config, lm: PreTrainedModel | None) -> list[Sample
     openings = Openings(config, tokenizer, environments)
     try:
         offered = check_turns(config, tokenizer, architecture, environments)
-        prompts = build_eval_prompts(config, tokenizer, context_of(architecture), offered)
-        check_columns(config, needs, prompts, evaluation=True)
+        problems = held_out_problems(config)
+        check_columns(config, needs, problems, evaluation=True)
+        prompts = build_eval_prompts(config, tokenizer, context_of(architecture), offered, problems)
         return evaluate(config, lm, openings.open(prompts, position=-len(prompts)), environments)
     finally:
         openings.close()

@@ -18,6 +18,7 @@ from infsample_rl.config import Config
 from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.folders import check_folders
+from infsample_rl.controller.inputs import Inputs, read_inputs
 from infsample_rl.controller.openings import Openings
 from infsample_rl.controller.start_table import (
     context_warnings,
@@ -43,7 +44,7 @@ from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.placement import Node, refusal, total_cpus
-from infsample_rl.reward.checks import Needs, check_columns, check_environment_columns, check_reward_functions
+from infsample_rl.reward.checks import check_environment_columns
 from infsample_rl.reward.environment_host import EnvironmentHost
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_bert import RunBert
@@ -70,8 +71,10 @@ class Start:
     plan: str | None = None  # plan.json
 
 
-def prepare(config: Config) -> Start:
-    """Check everything that can be checked without starting anything. ValueError, in one line, for what cannot work."""
+def prepare(config: Config, inputs: Inputs | None = None) -> Start:
+    """Check everything that can be checked without starting anything. `inputs`: where they have been read. ValueError,
+    in one line, for what cannot work."""
+    inputs = inputs or read_inputs(config)
     run_dir = Path(config.run.dir or ".")
     # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a
     # checkpoint.
@@ -79,16 +82,16 @@ def prepare(config: Config) -> Start:
     try:
         if lock is None:
             checkpoints.check_new_folder(run_dir)
-        return _prepare(config, run_dir, lock)
+        return _prepare(config, inputs, run_dir, lock)
     except BaseException:
         if lock is not None:
             lock.close()
         raise
 
 
-def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
+def _prepare(config: Config, inputs: Inputs, run_dir: Path, lock: TextIO | None) -> Start:
     checkpoint, damages = checkpoints.find_checkpoint(run_dir, config.run.resume)
-    needs = _check_surroundings(config)
+    _check_surroundings(config)
     architecture, tokenizer = load_model_config(config.model), load_tokenizer(config.model)
     check_full_attention(architecture)
     left_out = check_weights(config.model)
@@ -98,14 +101,11 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     context = context_of(architecture)
     environments = EnvironmentHost(config) if config.environment.is_set else None
     offered = check_turns(config, tokenizer, architecture, environments)
-    prompts = build_train_prompts(config, tokenizer, context, offered)
-    held_out = build_eval_prompts(config, tokenizer, context, offered)
-    rows = [prompt for own in prompts.sources.values() for prompt in own]
-    check_columns(config, needs, rows)
-    check_columns(config, needs, held_out, evaluation=True)
+    prompts = build_train_prompts(config, tokenizer, context, offered, inputs.train)
+    held_out = build_eval_prompts(config, tokenizer, context, offered, inputs.held_out)
     if environments is not None:
-        check_environment_columns(config, environments.columns, rows)
-        check_environment_columns(config, environments.columns, held_out, evaluation=True)
+        check_environment_columns(config, environments.columns, inputs.train)
+        check_environment_columns(config, environments.columns, inputs.held_out, evaluation=True)
     probe: RunProbe | RunBert | None = None
     if config.rollout.trains_bert:
         probe = RunBert(config.rollout.num_prefix_tokens, seed=config.run.seed)
@@ -217,10 +217,8 @@ def _changed_settings(config: Config, kept: Path) -> list[str]:
     ]
 
 
-def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
-    """What can be said without the model: packages, reward functions, this machine, folders. Returns the columns that
-    each reward function reads."""
-    needs = check_reward_functions(config.reward, config.environment.factory)
+def _check_surroundings(config: Config) -> None:
+    """What can be said without the model: packages, this machine, folders."""
     choose_transport(config)
     check_optimizer(config.learner.optimizer)
     check_trackers(config)
@@ -229,7 +227,6 @@ def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
     if config.cluster.address is None:
         _check_this_machine(config)
     check_folders(config)
-    return needs
 
 
 def _check_this_machine(config: Config) -> None:

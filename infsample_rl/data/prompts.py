@@ -15,6 +15,7 @@ import numpy as np
 
 from infsample_rl.config import Config, DataConfig
 from infsample_rl.data.chat import NO_TOOLS, Tools, render_all
+from infsample_rl.data.fields import Problem
 from infsample_rl.data.rows import check_is_there
 from infsample_rl.data.sources import is_file, load_problems
 from infsample_rl.types import Prompt
@@ -135,11 +136,35 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, source: int
     return np.random.RandomState([seed, epoch, source] if source else [seed, epoch]).permutation(num_rows)
 
 
+def train_problems(config: Config) -> dict[str, list[Problem]]:
+    """What there is to train on, by the names in DataConfig.parts. ValueError in one line for sources and rows that
+    cannot be used."""
+    return {name: load_problems(data, evaluation=False) for name, data in config.data.parts.items()}
+
+
+def held_out_problems(config: Config) -> dict[str, list[Problem]]:
+    """As train_problems(), of data.eval_source where there is one and held-out problems are evaluated: the first
+    run.eval_prompts."""
+    found = {}
+    for name, data in config.data.parts.items():
+        if data.held_out is not None and config.run.eval_prompts > 0:
+            problems = load_problems(data, evaluation=True, limit=config.run.eval_prompts)
+            # where long ones are dropped, later ones take their place
+            found[name] = problems if data.long_prompts == "drop" else problems[: config.run.eval_prompts]
+        elif data.held_out is not None and is_file(data.held_out):  # said before somebody turns evaluations on
+            check_is_there(Path(data.held_out), f"data.eval_source={data.held_out}")
+    return found
+
+
 def build_train_prompts(
-    config: Config, tokenizer: Any, context_length: int | None, tools: Tools = NO_TOOLS
+    config: Config,
+    tokenizer: Any,
+    context_length: int | None,
+    tools: Tools = NO_TOOLS,
+    problems: dict[str, list[Problem]] | None = None,
 ) -> PromptStream:
-    """Load, render and check all training prompts. `context_length`: the model's, none when it has no bound. `tools`:
-    what the chat template offers the model.
+    """Render and check all training prompts. `context_length`: the model's, none when it has no bound. `tools`: what
+    the chat template offers the model. `problems`: train_problems(), where they have been loaded.
 
     ValueError in one line for anything that cannot work: the sources, their rows, the template's keywords, the lengths.
     """
@@ -149,32 +174,27 @@ def build_train_prompts(
             tokenizer.name_or_path,
         )
     sources = {}
-    for name, data in config.data.parts.items():
-        problems = load_problems(data, evaluation=False)
-        sources[name] = _of_source(name, render_all(problems, tokenizer, data, tools))
-        _check_context(sources[name], config, context_length, problems[0].origin)
+    for name, own in (train_problems(config) if problems is None else problems).items():
+        sources[name] = _of_source(name, render_all(own, tokenizer, config.data.parts[name], tools))
+        _check_context(sources[name], config, context_length, own[0].origin)
     weights = [entry.weight for entry in config.data.sources] or [1.0]
     return PromptStream(sources, weights, data=config.data, seed=config.run.seed)
 
 
 def build_eval_prompts(
-    config: Config, tokenizer: Any, context_length: int | None, tools: Tools = NO_TOOLS
+    config: Config,
+    tokenizer: Any,
+    context_length: int | None,
+    tools: Tools = NO_TOOLS,
+    problems: dict[str, list[Problem]] | None = None,
 ) -> list[Prompt]:
     """The first run.eval_prompts prompts of data.eval_source, of each where there are several data.sources, in its
-    order; none without one. Checked like the training prompts."""
+    order; none without one. Checked like the training prompts. `problems`: held_out_problems(), where they have been
+    loaded."""
     count, found = config.run.eval_prompts, list[Prompt]()
-    for name, data in config.data.parts.items():
-        if data.held_out is None:
-            continue
-        if count == 0:  # a name that is wrong is said before somebody turns evaluations on
-            if is_file(data.held_out):
-                check_is_there(Path(data.held_out), f"data.eval_source={data.held_out}")
-            continue
-        problems = load_problems(data, evaluation=True, limit=count)
-        if data.long_prompts != "drop":  # where long ones are dropped, later ones take their place
-            problems = problems[:count]
-        prompts = render_all(problems, tokenizer, data, tools)[:count]
-        _check_context(prompts, config, context_length, problems[0].origin)
+    for name, own in (held_out_problems(config) if problems is None else problems).items():
+        prompts = render_all(own, tokenizer, config.data.parts[name], tools)[:count]
+        _check_context(prompts, config, context_length, own[0].origin)
         found += _of_source(name, prompts)
     return [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(found)]
 

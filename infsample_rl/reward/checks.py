@@ -13,15 +13,15 @@ from typing import Any
 from infsample_rl.config import Config, RewardConfig
 from infsample_rl.config.environment import of_row
 from infsample_rl.config.reward import JudgeConfig
-from infsample_rl.data.fields import RAW_ANSWER
+from infsample_rl.data.fields import RAW_ANSWER, Problem
 from infsample_rl.data.rows import first_rows
 from infsample_rl.reward.functions import IN_PROCESSES, kind_of
 from infsample_rl.reward.hidden_values import hide_values_of
 from infsample_rl.reward.judge import check_judge
 from infsample_rl.reward.process_pool import FunctionProcess
-from infsample_rl.types import Prompt
 
 Needs = list[list[str]]  # sets of columns, of which a row has to have one whole; none: nothing is read
+Problems = Mapping[str, list[Problem]]  # by the names of sources in DataConfig.parts
 
 NOT_GIVEN = ("prompt", "completion", RAW_ANSWER)  # columns that TRL's form has under other names
 
@@ -58,31 +58,31 @@ def check_reward_functions(reward: RewardConfig, factory: str | None = None) -> 
 
 
 def check_columns(
-    config: Config, needs: list[tuple[str, Needs]], prompts: list[Prompt], *, evaluation: bool = False
+    config: Config, needs: list[tuple[str, Needs]], problems: Problems, *, evaluation: bool = False
 ) -> None:
     """ValueError for the first function whose columns some rows lack of a source that it scores.
 
-    `needs`: name and columns of every one of reward.functions; `prompts`: all rows, those of data.eval_source with
-    `evaluation`. Example: "reward.functions: my.py:score needs the column 'level', which 2 of 9 rows of
-    data.source=a.jsonl lack (rows 3, 7); the columns are answer, topic".
+    `needs`: name and columns of every one of reward.functions; `problems`: all rows by their sources, those of
+    data.eval_source with `evaluation`. Example: "reward.functions: my.py:score needs the column 'level', which 2 of 9
+    rows of data.source=a.jsonl lack (rows 3, 7); the columns are answer, topic".
     """
-    for source, own, label in _sources(config, prompts, evaluation):
+    for source, own, label in _sources(config, problems, evaluation):
         for index in config.rewards_of(source):
             name, sets = needs[index]
-            lacking = {prompt.row: missing for prompt in own if (missing := _missing(name, sets, prompt.columns))}
+            lacking = {each.row: missing for each in own if (missing := _missing(name, sets, each.columns))}
             if lacking:
                 raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}")
 
 
 def check_environment_columns(
-    config: Config, needed: Mapping[str, list[str]], prompts: list[Prompt], *, evaluation: bool = False
+    config: Config, needed: Mapping[str, list[str]], problems: Problems, *, evaluation: bool = False
 ) -> None:
     """As check_columns(), of what environments ask a row for, by their names."""
-    for _, own, label in _sources(config, prompts, evaluation):
+    for _, own, label in _sources(config, problems, evaluation):
         lacking = {
-            prompt.row: missing
-            for prompt in own
-            for missing in [name for name in of_row(needed, prompt.columns) if name not in prompt.columns][:1]
+            each.row: missing
+            for each in own
+            for missing in [name for name in of_row(needed, each.columns) if name not in each.columns][:1]
         }
         if lacking:
             raise ValueError(
@@ -90,22 +90,22 @@ def check_environment_columns(
             )
 
 
-def _sources(config: Config, prompts: list[Prompt], evaluation: bool) -> Iterator[tuple[str, list[Prompt], str]]:
-    """The name of every source, its prompts, and the setting that names it."""
-    for source, data in config.data.parts.items():
-        label = f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
-        yield source, [prompt for prompt in prompts if prompt.source == source], label
+def _sources(config: Config, problems: Problems, evaluation: bool) -> Iterator[tuple[str, list[Problem], str]]:
+    """The name of every source, its rows, and the setting that names it."""
+    for source, own in problems.items():
+        data = config.data.parts[source]
+        yield source, own, f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
 
 
-def _where(lacking: dict[int, str], sets: Needs, prompts: list[Prompt], label: str) -> str:
+def _where(lacking: dict[int, str], sets: Needs, problems: list[Problem], label: str) -> str:
     """What is missing (by row), from which rows, and what is there."""
-    columns = dict.fromkeys(column for prompt in prompts for column in prompt.columns if column not in NOT_GIVEN)
+    columns = dict.fromkeys(column for each in problems for column in each.columns if column not in NOT_GIVEN)
     named = next(iter(lacking.values()))
     others = "".join(f" (or {' and '.join(one)})" for one in sets[1:])
     hint = "; data.answer_field names the field that holds it" if named == "answer" else ""
     which = f"which no row of {label} has"
-    if len(lacking) < len(prompts):
-        which = f"which {len(lacking)} of {len(prompts)} rows of {label} lack (rows {first_rows(list(lacking))})"
+    if len(lacking) < len(problems):
+        which = f"which {len(lacking)} of {len(problems)} rows of {label} lack (rows {first_rows(list(lacking))})"
     return f"{named!r}{others}, {which}; the columns are {', '.join(columns) or 'none'}{hint}"
 
 

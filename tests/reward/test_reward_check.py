@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
@@ -12,7 +11,6 @@ from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.sources import load_problems
 from infsample_rl.reward.checks import check_columns, check_environment_columns, check_reward_functions
 from infsample_rl.reward.functions import component_names
-from infsample_rl.types import Prompt
 
 
 def check(name, **kwargs):
@@ -108,17 +106,12 @@ def rows_of(tmp_path, rows, *names):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": "a"} | row) + "\n" for row in rows))
     data, model = DataConfig(source=str(tmp_path / "rows.jsonl")), ModelConfig(path="model")
     config = Config(data=data, model=model, reward=RewardConfig(functions=list(map(str, names))))
-    problems = load_problems(data, evaluation=False)
-    prompts = [
-        Prompt(prompt_index=0, row=one.row, messages=[], text="", token_ids=np.zeros(1), columns=one.columns)
-        for one in problems
-    ]
-    return config, prompts
+    return config, {"": load_problems(data, evaluation=False)}
 
 
 def check_rows(tmp_path, rows, *names):
-    config, prompts = rows_of(tmp_path, rows, *names)
-    check_columns(config, check_reward_functions(config.reward), prompts)
+    config, problems = rows_of(tmp_path, rows, *names)
+    check_columns(config, check_reward_functions(config.reward), problems)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +146,12 @@ def test_the_question_is_a_column_as_the_others(tmp_path, user_file):
 
 
 def test_columns_that_an_environment_needs_must_be_in_every_row(tmp_path):
-    config, prompts = rows_of(tmp_path, [{"answer": "1"}, {"answer": "2", "secret": "3"}], "gsm8k")
+    config, problems = rows_of(tmp_path, [{"answer": "1"}, {"answer": "2", "secret": "3"}], "gsm8k")
     config = replace(config, environment=EnvironmentConfig(factory="a.py:A"))
-    check_environment_columns(config, {"": ["answer"]}, prompts)
+    check_environment_columns(config, {"": ["answer"]}, problems)
     said = r"environment.factory=a.py:A needs the column 'secret', which 1 of 2 rows of data.source=.* lack \(rows 1\)"
     with pytest.raises(ValueError, match=said):
-        check_environment_columns(config, {"": ["answer", "secret"]}, prompts)
+        check_environment_columns(config, {"": ["answer", "secret"]}, problems)
 
 
 def test_columns_that_are_there_or_come_from_kwargs_pass(tmp_path, user_file):

@@ -1,16 +1,18 @@
-"""SIGTERM and Ctrl-C in the first seconds of the real command, whatever it and its threads are doing."""
+"""SIGTERM, Ctrl-C and wrong input in the first seconds of the real command, whatever it and its threads are doing."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 ENDS = {
     signal.SIGTERM: (0, "ended by SIGTERM before the run began: nothing has been written"),
     signal.SIGINT: (130, "interrupted before the run began: nothing has been written"),
@@ -47,11 +49,12 @@ def running(mark: str) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", ENDS)
-def test_a_start_ends_at_once_and_leaves_nothing(command, tmp_path: Path, number, moment):
-    run = tmp_path / "run"
+def test_a_start_ends_at_once_and_leaves_nothing(command, tmp_path: Path, short_path, number, moment):
+    run, sessions = tmp_path / "run", Path(short_path) / "ray"
+    own = {MARK: str(run), "RAY_TMPDIR": short_path}
     with (tmp_path / "said").open("w+") as said:
         process = subprocess.Popen(
-            command(run, "run.steps=100000"), stdout=said, stderr=said, env=os.environ | {MARK: str(run)}, text=True
+            command(run, "run.steps=100000"), stdout=said, stderr=said, env=os.environ | own, text=True
         )
         try:
             wait_until_it_listens(process)
@@ -69,5 +72,49 @@ def test_a_start_ends_at_once_and_leaves_nothing(command, tmp_path: Path, number
     assert code == ENDS[number][0] and not left, text
     if not run.exists():  # on a quick machine the last moments are in the run
         assert text.splitlines()[-1] == ENDS[number][1] or "interrupted; go on" in text
+        while text.splitlines()[-1] == ENDS[number][1] and sessions.exists() and os.listdir(sessions):
+            assert time.monotonic() < deadline, os.listdir(sessions)
+            time.sleep(0.1)
     else:
         assert "ended by SIGTERM before" not in text and ("stopped after step" in text or "interrupted; go on" in text)
+
+
+WITHOUT_RAY = """
+import runpy, sys, time
+from infsample_rl.cluster import local_ray
+local_ray.start_local = lambda *given: time.sleep(600)
+runpy.run_module("infsample_rl.main", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("reward.functions=[none.py:f]", "reward.functions: no file"),
+        ("data.source=none.jsonl", "none.jsonl: there is no such file"),
+        ("reward.functions=[reward.py:f]", "needs the column 'levle', which no row of data.source="),
+        ("rollout.engine=vllm rollout.vllm_python=none", "is no interpreter"),
+    ],
+)
+def test_wrong_input_is_told_though_ray_never_starts(tmp_path, setting, said):
+    (tmp_path / "reward.py").write_text("def f(completions, levle):\n    return [0.0] * len(completions)\n")
+    command = [sys.executable, "-c", WITHOUT_RAY, "run.dir=run", *setting.split()]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_wrong_input_leaves_no_ray(command, tmp_path, short_path):
+    run, sessions = tmp_path / "run", Path(short_path) / "ray"
+    own = {MARK: str(run), "RAY_TMPDIR": short_path}
+    older = sessions / "session_2025-01-01_00-00-00_000000_1"
+    older.mkdir(parents=True)
+    done = subprocess.run(
+        command(run, "data.max_prompt_tokens=1"), env=os.environ | own, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+    deadline = time.monotonic() + END_S
+    while running(str(run)) or os.listdir(sessions) != [older.name]:
+        assert time.monotonic() < deadline, (running(str(run)), os.listdir(sessions))
+        time.sleep(0.1)
