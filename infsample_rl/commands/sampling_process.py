@@ -8,6 +8,7 @@ Config, list[RolloutWork]   ->
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -61,7 +62,8 @@ def _sample_in(python: str, config: Config, work: list[RolloutWork]) -> Iterator
                 if isinstance(said, Exception):
                     raise said
                 yield said
-        process.wait(END_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
     except (EOFError, ConnectionError):
         raise RuntimeError(f"the process that samples with vLLM died ({_how(process.wait())})") from None
     finally:
