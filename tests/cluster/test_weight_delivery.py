@@ -77,18 +77,20 @@ def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_pl
 
 
 def test_weights_that_no_engine_takes_end_the_run_at_the_second(fake_ray):
-    def failing() -> Handle:
-        return Handle(load_weights=Method(raised(EngineFailed("weights did not all reach vLLM: no such layer"))))
+    said = raised(EngineFailed("weights did not all reach vLLM: no such layer"))
+
+    def engine(*answers) -> Handle:
+        return Handle(load_weights=Method(*answers))
 
     learner = [Handle(publish=Method(lambda *_: Ref("weights")))]
-    takes_them, spares = Handle(load_weights=Method(lambda *_: Ref(report(3)))), [failing(), failing()]
     settings = ["cluster.weight_sync=object_store"]
-    delivery = make(settings, spares=[takes_them], rollout=[failing()], learner=learner)
-    assert delivery.publish(3, None).version == 3
-    delivery = make(settings, spares=spares, rollout=[failing()], learner=learner)
+    spares = [engine(report(3), said), engine(report(4))]
+    delivery = make(settings, spares=spares, rollout=[engine(said)], learner=learner)
+    assert [delivery.publish(version, None).version for version in (3, 4)] == [3, 4]  # each may fail once
+    delivery = make(settings, spares=[engine(said), engine(said)], rollout=[engine(said)], learner=learner)
     with pytest.raises(RuntimeError, match="rollout worker 0: weights did not .* no such layer, in a new engine too"):
         delivery.publish(3, None)
-    assert len(fake_ray.killed) == 2  # one in each
+    assert len(fake_ray.killed) == 3
 
 
 def test_an_engine_that_holds_another_version_ends_the_run(fake_ray):

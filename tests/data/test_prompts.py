@@ -17,7 +17,7 @@ from infsample_rl.config import (
     RolloutConfig,
     RunConfig,
 )
-from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
+from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts, held_out_problems
 
 
 @pytest.fixture
@@ -26,9 +26,11 @@ def seven(tmp_path) -> str:
     return write(tmp_path / "seven.jsonl", 7)
 
 
-def write(path: Path, rows: int) -> str:
+def write(path: Path | str, rows: int, first: str = "a") -> str:
     """Questions of one letter: the prompt is <|im_start|>user\\nQ<|im_end|>\\n<|im_start|>assistant\\n = 20 tokens."""
-    path.write_text("".join(json.dumps({"question": chr(97 + i % 26), "answer": i}) + "\n" for i in range(rows)))
+    questions = [first, *(chr(97 + i % 26) for i in range(1, rows))]
+    lines = [json.dumps({"question": each, "answer": i}) + "\n" for i, each in enumerate(questions)]
+    Path(path).write_text("".join(lines))
     return str(path)
 
 
@@ -129,6 +131,14 @@ def test_evaluation_takes_the_first_prompts_in_the_files_order(seven, qwen_token
     assert [(prompt.row, prompt.prompt_index) for prompt in prompts] == [(1, 0), (2, 1), (3, 2), (4, 3)]
     assert build_eval_prompts(config(seven, eval_source=seven, eval_prompts=0), qwen_tokenizer, None) == []
     assert build_eval_prompts(config(seven), qwen_tokenizer, None) == []
+    long = write(seven.replace("seven", "long"), 3, first="a" * 40)
+    few = config(seven, eval_source=long, eval_prompts=2, max_prompt_tokens=40)
+    with pytest.raises(ValueError, match="row 1"):
+        build_eval_prompts(few, qwen_tokenizer, None)
+    few = config(seven, eval_source=long, eval_prompts=2, max_prompt_tokens=40, long_prompts="drop")
+    assert [prompt.row for prompt in build_eval_prompts(few, qwen_tokenizer, None)] == [2, 3]
+    few = config(seven, eval_source=long, eval_prompts=2)
+    assert [problem.row for problem in held_out_problems(few)[""]] == [1, 2], "of the others nobody asks anything"
     for count in (100, 0):
         with pytest.raises(ValueError, match="data.eval_source=missing.jsonl: there is no such file"):
             build_eval_prompts(config(seven, eval_source="missing.jsonl", eval_prompts=count), qwen_tokenizer, None)
