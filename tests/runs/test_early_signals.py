@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -93,11 +94,18 @@ runpy.run_module("infsample_rl.main", run_name="__main__", alter_sys=True)
         ("reward.functions=[none.py:f]", "reward.functions: no file"),
         ("data.source=none.jsonl", "none.jsonl: there is no such file"),
         ("reward.functions=[reward.py:f]", "needs the column 'levle', which no row of data.source="),
+        (
+            "reward.functions=[reward.py:f] data.source=rows.jsonl data.eval_source=held.jsonl",
+            "'levle', which no row of data.eval_source=",
+        ),
         ("rollout.engine=vllm rollout.vllm_python=none", "is no interpreter"),
     ],
 )
 def test_wrong_input_is_told_though_ray_never_starts(tmp_path, setting, said):
     (tmp_path / "reward.py").write_text("def f(completions, levle):\n    return [0.0] * len(completions)\n")
+    row = {"question": "1 + 1", "answer": 2}
+    (tmp_path / "held.jsonl").write_text(json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"levle": 1}))
     command = [sys.executable, "-c", WITHOUT_RAY, "run.dir=run", *setting.split()]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, timeout=120)
