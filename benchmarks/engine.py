@@ -103,6 +103,7 @@ class EngineBenchmark:
         self.options = options
         self.workload = asdict(options) | {"config_folder": scratch}
         self.facts = self._measure("facts", self.workload, {"config_folder": scratch})
+        options.prompt_tokens = self.workload["prompt_tokens"] = max(map(len, self.facts["prompts"]))
         self._step_seconds: dict[str, float] | None = None  # of our engine
         self._fastest: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # by the measurement's name
 

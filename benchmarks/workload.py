@@ -84,8 +84,8 @@ class EngineOptions(Workload):
     out: str = option("bench_out", "folder of the figure")
 
     def __post_init__(self) -> None:
-        if self.prompts is not None and (self.rivals or self.vllm_python):
-            raise ValueError(f"prompts={self.prompts}: rivals take one prompt; give rivals=[] and no vllm_python")
+        if self.prompts is not None and self.rivals:
+            raise ValueError(f"prompts={self.prompts}: rivals inside transformers take one prompt; give rivals=[]")
         if self.temperature != 1 and (self.rivals or self.vllm_python):
             raise ValueError(f"temperature={self.temperature:g}: rivals sample at 1; give rivals=[] and no vllm_python")
         if self.vllm_python is not None and shutil.which(self.vllm_python) is None:

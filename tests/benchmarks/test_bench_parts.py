@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -82,15 +83,19 @@ def test_our_schedules_on_vllm_have_the_blocks_that_it_has_by_itself():
 @pytest.mark.slow
 def test_on_vllm_every_length_is_the_native_engines_and_vllm_by_itself_is_forced_to_them(tmp_path):
     assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("A says B lies.", "B says so.")))
     options = EngineOptions(
         **{"engines": ["native", "vllm"], "schedules": ["token_budget"], "rivals": [], "vllm_python": str(MADE_HERE)},
         **{"rows": [], "ignore_eos": False, "max_new_tokens": 96, "group_size": 16, "threads": 1},
+        prompts=str(prompts),
     )
     measuring = EngineBenchmark(options, str(tmp_path))
     (native,), (on_it,) = ours_measurements(options), on_vllm(options, measuring.facts)
     native = measuring.record(native, 0)
     found = measuring._measure(on_it.what, measuring.workload, on_it.variants[1])
     assert found["lengths"] == measuring.workload["lengths"] and sum(found["lengths"]) == native["tokens"]
+    assert len(found["lengths"]) == 32 and options.prompt_tokens == max(map(len, measuring.facts["prompts"])) < 20
     eager = {"enforce_eager": True, "omp_bind": "nobind", "num_blocks": found["kv_pool_bytes"] // BLOCK_BYTES}
     alone = measuring._measure("vllm", measuring.workload, eager)
     assert sorted(alone["lengths"]) == sorted(found["lengths"])
