@@ -93,7 +93,7 @@ class Gymnasium:
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
         """As Acting.open; the row's columns are reset's options. ValueError for actions that are no text."""
         space = getattr(self._made, "action_space", None)
-        if space is not None and type(space).__name__ != "Text":
+        if space is not None and type(space).__name__ != "Text" and not _is_wrapped(self._made):
             raise ValueError(f"its actions are {space}, a policy's are texts: wrap it in a class whose step takes one")
         given = accepted(self._made.reset, {"seed": seed, "options": columns})
         said = self._call(self._made.reset, **given)
@@ -109,6 +109,16 @@ class Gymnasium:
         if isinstance(ends[-1], dict):  # info: before gymnasium 0.26 behind one word for both ends
             ends.pop()
         return Acted(said, reward, any(map(bool, ends)))
+
+
+def _is_wrapped(made: Any) -> bool:
+    """Whether a wrapper stands around an environment that is not gymnasium's (or gym's) own: it may take a policy's
+    texts without saying so."""
+    while (inner := getattr(made, "__dict__", {}).get("env")) is not None:
+        if not type(made).__module__.startswith(("gymnasium.", "gym.")):
+            return True
+        made = inner
+    return False
 
 
 class SkyRL:

@@ -107,6 +107,11 @@ def test_actions_that_are_no_text_are_refused():
     made.action_space = SimpleNamespace(n=4)
     with pytest.raises(ValueError, match="its actions are namespace.n=4., a policy's are texts: wrap it"):
         acting(made, lambda function, *given: function(*given)).open(3, {})
+    wrapped = SimpleNamespace(env=made, action_space=made.action_space, reset=lambda: "seen", step=made.step)
+    assert acting(wrapped, lambda function, *given: function(*given)).open(3, {}) == "seen"
+    wrapped = type("OrderEnforcing", (SimpleNamespace,), {"__module__": "gymnasium.wrappers.common"})(**vars(wrapped))
+    with pytest.raises(ValueError, match="its actions are"):
+        acting(wrapped, lambda function, *given: function(*given)).open(3, {})
 
 
 def test_textarenas_games_say_what_is_new():
