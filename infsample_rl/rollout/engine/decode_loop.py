@@ -4,7 +4,6 @@ micro-groups."""
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,6 @@ class DecodeLoop:
         truncates = micro_groups.truncates
         self.turns = None if turns is None else TurnTaking(turns, planner, truncates=truncates, ended=self._end)
         self._launched: _Launched | MaybeNone = None
-        self._read_at = 0.0  # time.perf_counter() when the last step was read
         self._rows: Rows = []
 
     @property
@@ -128,16 +126,16 @@ class DecodeLoop:
     @torch.inference_mode()
     def _launch(self, speculation: Speculation | None) -> _Launched:
         """Run the model and draw one token for every row and for every token drafted after it."""
-        rows, started = self._rows, time.perf_counter()
+        rows = self._rows
         drafts = None
         if speculation is not None:
             drafts = speculation.drafts_of(rows, self.planner)
             self.stats.draft_seconds += speculation.seconds_of_drafts
         drawn, hidden = self.decode.launch(rows, drafts)
         if drafts is not None:
-            return _Launched(rows, drawn, hidden, None, started, speculation, drafts)
+            return _Launched(rows, drawn, hidden, None, speculation, drafts)
         moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, rows)
-        return _Launched(rows, drawn, hidden, moment, started, speculation)
+        return _Launched(rows, drawn, hidden, moment, speculation)
 
     def _collect(self) -> None:
         """Read the step that is in flight, if any."""
@@ -149,15 +147,16 @@ class DecodeLoop:
         """Append what a step drew; samples whose newest token was their last leave."""
         rows, drawn = launched.rows, Sampler.to_host(launched.drawn)
         reasons: dict[Sample, str] = {}
-        speculation, queries, tokens = launched.speculation, len(rows), len(rows)
+        speculation = launched.speculation
         if launched.drafts is None or speculation is None:
             for row, sample in enumerate(rows):
                 if not sample.finish_reason and sample.slot >= 0:  # else it had ended when this step was launched
                     _append(sample, drawn, row)
                     reasons[sample] = self.stops.reason(sample.tokens)
+            if speculation is not None:
+                speculation.end_step(len(rows), len(rows), len(rows))
         else:
-            queries, tokens = self._append_drafted(launched, launched.drafts, speculation, drawn, reasons)
-        self._time(launched, queries, tokens)
+            launched.moment = self._append_drafted(launched, launched.drafts, speculation, drawn, reasons)
         if launched.moment is not None:  # before samples end or begin to wait, which predictions are for
             self.watch.read(launched.moment)
         ended = [sample for sample, reason in reasons.items() if reason]
@@ -172,15 +171,6 @@ class DecodeLoop:
             self.turns.send_away(ended)
             self.planner.end_step([])
         self._drop_groups()
-
-    def _time(self, launched: _Launched, queries: int, tokens: int) -> None:
-        """Tell who drafts what a step took, from the reading before on where it was launched ahead of it."""
-        now = time.perf_counter()
-        seconds, self._read_at = now - max(launched.started, self._read_at), now
-        if launched.speculation is not None:
-            launched.speculation.end_step(len(launched.rows), queries, tokens, seconds)
-        elif self.speculation is not None:
-            self.speculation.end_plain_step(len(launched.rows), seconds)
 
     def _end(self, samples: list[Sample]) -> None:
         """Tell who watches samples that they have ended."""
@@ -202,9 +192,9 @@ class DecodeLoop:
 
     def _append_drafted(
         self, launched: _Launched, drafts: Drafts, speculation: Speculation, drawn: Drawn, reasons: dict[Sample, str]
-    ) -> tuple[int, int]:
-        """Append every row's token and, as long as a drafted one is what was drawn before it, the next. The step's
-        queries, and the tokens it gave."""
+    ) -> Moment | None:
+        """Append every row's token and, as long as a drafted one is what was drawn before it, the next; what the probe
+        takes of the step."""
         rows, query = launched.rows, 0
         newest, tokens = [], 0
         for sample, draft in zip(rows, drafts, strict=True):
@@ -223,9 +213,10 @@ class DecodeLoop:
             query = first + len(draft) + 1
         self.decode.batch.drop_pages(rows)
         self.stats.drafted_tokens += query - len(rows)
-        if self.watch is not None and launched.hidden is not None:
-            launched.moment = self.watch.launch(launched.hidden[newest], rows)
-        return query, tokens
+        speculation.end_step(len(rows), query, tokens)
+        if self.watch is None or launched.hidden is None:
+            return None
+        return self.watch.launch(launched.hidden[newest], rows)
 
 
 @dataclass(slots=True)
@@ -236,7 +227,6 @@ class _Launched:
     drawn: DrawnTensors  # of every row, and of every token drafted after it
     hidden: Tensor | None  # [R or Q, E]
     moment: Moment | None  # what the probe takes of it; with drafts it is known when it is read
-    started: float  # time.perf_counter()
     speculation: Speculation | None  # where it may draft; not for a step that was launched ahead
     drafts: Drafts | None = None
 

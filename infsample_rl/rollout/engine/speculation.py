@@ -28,10 +28,6 @@ LEAST_GAIN_AHEAD = 1.1  # where steps could be launched ahead, which hides what 
 REST_STEPS = 64  # that while; twice as long every time, up to MOST_REST
 MOST_REST = 4096
 TRIED_STEPS = 8  # before drafts are judged
-# Drafts that pay pause for so many steps, so that they are judged beside steps without; after so many steps with them
-# first, then after twice as many every time, up to MOST_REST.
-PAUSE_STEPS = 4
-PAUSE_AFTER = 64
 
 
 @dataclass(slots=True)
@@ -41,8 +37,8 @@ class Record:
     tries: float = 0.0
     hits: float = 0.0
 
-    def add(self, hit: float) -> None:
-        """One more, 1 where it was right; what is older counts less."""
+    def add(self, hit: bool) -> None:
+        """One more; what is older counts less."""
         self.tries, self.hits = 0.95 * self.tries + 1, 0.95 * self.hits + hit
 
 
@@ -61,11 +57,6 @@ class StepCost:
             self._sums = [0.0] * 5
         new = (1.0, queries, queries**2, seconds, queries * seconds)
         self._sums = [FORGET * old + each for old, each in zip(self._sums, new, strict=True)]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any step was added."""
-        return self._sums[0] > 0
 
     def of(self, queries: float) -> float:
         """Seconds of a step of so many queries, > 0."""
@@ -98,25 +89,21 @@ class Speculation:
         self.drafter, self._drafts, self._holds_up = Drafter(kernels), drafts, holds_up
         self._by_match: defaultdict[int, Record] = defaultdict(lambda: Record(1.0, 0.5))
         self._by_sample: defaultdict[Sample, Record] = defaultdict(Record)
-        self._cost = StepCost()  # of steps that drafts_of() began
-        # What steps without drafts took of what the fit says of as many queries: they draft nothing, and take another
-        # path through the model.
-        self._plain = Record(PRIOR_TRIES, PRIOR_TRIES)
-        self._plain_seconds = self._seconds = 0.0  # of what was tried: without drafts, and with them
-        self._tried = self._left_to_rest = self._since_pause = 0
-        self._rest, self._pause_after = REST_STEPS, PAUSE_AFTER
+        self._cost = StepCost()
+        self._started = self._tokens = 0.0
+        self._tried = self._left_to_rest = 0
+        self._rest = REST_STEPS
         self._matches: dict[Sample, list[int]] = {}
         self.seconds_of_drafts = 0.0  # of the last drafts_of()
 
     def rest(self) -> bool:
-        """Asked before every step: whether nothing is drafted for it, since drafts have not paid, or to see what steps
-        take without."""
+        """Asked before every step: whether nothing is drafted for it, since drafts have not paid."""
         self._left_to_rest = max(0, self._left_to_rest - 1)
         return self._left_to_rest > 0
 
     def drafts_of(self, rows: Sequence[Sample], planner: StepPlanner) -> list[list[int]] | None:
         """The tokens drafted for every row of a step, whose KV has pages; None where nothing is drafted."""
-        started, self.seconds_of_drafts = time.perf_counter(), 0.0
+        self._started, self.seconds_of_drafts = time.perf_counter(), 0.0
         room = MOST_QUERIES - len(rows)
         if room <= 0:
             return None
@@ -130,7 +117,7 @@ class Speculation:
             for sample, draft, (_, matches) in zip(rows, drafts, found, strict=True)
             if draft
         }
-        self.seconds_of_drafts = time.perf_counter() - started
+        self.seconds_of_drafts = time.perf_counter() - self._started
         return drafts if self._matches else None
 
     def judge(self, sample: Sample, accepted: int) -> None:
@@ -146,35 +133,19 @@ class Speculation:
             self.drafter.end(sample)
             self._by_sample.pop(sample, None)
 
-    def end_plain_step(self, rows: int, seconds: float) -> None:
-        """A step of so many rows, of which rest() was true, took so long."""
-        share = seconds / self._cost.of(rows)
-        if self._cost.is_known and 0.25 < share < 4:  # else something else ran
-            self._plain.add(share)
-
-    def end_step(self, rows: int, queries: int, tokens: int, seconds: float) -> None:
-        """A step that drafts_of() began is read: it had so many rows and queries, gave so many tokens and took so
-        long."""
-        self._cost.add(queries, seconds)
+    def end_step(self, rows: int, queries: int, tokens: int) -> None:
+        """A step that drafts_of() began is read: it had so many rows and queries and gave so many tokens."""
+        self._cost.add(queries, time.perf_counter() - self._started)
         if self._drafts is not None or (queries == rows and not self._holds_up):
             return
         self._tried += 1
-        self._plain_seconds += tokens / rows * self._cost.of(rows) * self._plain.hits / self._plain.tries
-        self._seconds += min(seconds, 4 * self._cost.of(queries))
+        self._tokens += tokens * self._cost.of(rows) / (rows * self._cost.of(queries))
         if self._tried >= TRIED_STEPS:
-            gain = self._plain_seconds / self._seconds
-            self._tried, self._plain_seconds, self._seconds = 0, 0.0, 0.0
-            self._judge(gain)
-
-    def _judge(self, gain: float) -> None:
-        """Rest where what was tried did not pay, and pause now and then where it did."""
-        if gain < (LEAST_GAIN_AHEAD if self._holds_up else LEAST_GAIN):
-            self._left_to_rest, self._rest = self._rest, min(2 * self._rest, MOST_REST)
-            return
-        self._rest, self._since_pause = REST_STEPS, self._since_pause + TRIED_STEPS
-        if self._since_pause >= self._pause_after:
-            self._left_to_rest, self._since_pause = PAUSE_STEPS + 1, 0
-            self._pause_after = min(2 * self._pause_after, MOST_REST)
+            gain, self._tried, self._tokens = self._tokens / self._tried, 0, 0.0
+            if gain < (LEAST_GAIN_AHEAD if self._holds_up else LEAST_GAIN):
+                self._left_to_rest, self._rest = self._rest, min(2 * self._rest, MOST_REST)
+            else:
+                self._rest = REST_STEPS
 
     def close(self) -> None:
         """A call has ended."""
