@@ -130,6 +130,7 @@ def test_an_update_of_either_side_has_every_token_and_weights_gradients_and_mome
             "rivals.vllm_python=nowhere/python",
             "rivals.vllm_python=nowhere/python: there is no such interpreter",
         ),
+        (engine, "prompts=a.jsonl", "prompts=a.jsonl: rivals inside transformers take one prompt; give rivals=[]"),
         (memory, "slots=[0]", "must be >= 1"),
     ],
 )
