@@ -25,11 +25,15 @@ from infsample_rl.reward.process_pool import CallValues
 from infsample_rl.reward.verdict_store import VerdictStore
 from infsample_rl.types import Prompt
 
-CHECK_S = 20.0  # that a server has to say which models it has, before a run starts
+CHECK_S = 20.0  # that a server has to answer a first request, before a run starts
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 OWN_NAMES = {"score": ("question", "response"), "rubric": ("question", "response", "criteria")}
 OWN_NAMES["pairwise"] = ("question", "first", "second")
-SCORE = re.compile(r"\bscore\b\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)", re.IGNORECASE)
+SCORE = re.compile(
+    r"\bscore\b(?:\s*[(\[][^()\[\]\n]*[)\]](?=\W{0,4}?[:=]))?"  # the scale, said once more
+    r"(?:[\s:=*_`\"'<(\[]|[-–—](?=\s)){0,8}([-−]?(?:\d+(?:\.\d+)?|\.\d+))(?![\d.,]*\d|\s*[-–—]\s*\d)",
+    re.IGNORECASE,
+)
 VERDICT = re.compile(r"\bverdict\b\W{0,6}(first|second|tie)\b", re.IGNORECASE)
 ANSWER = re.compile(r"^\W*(\d+)\W{1,6}(yes|no)\b", re.IGNORECASE | re.MULTILINE)
 
@@ -84,28 +88,61 @@ def columns_of(judge: JudgeConfig) -> list[str]:
 
 def check_judge(judge: JudgeConfig) -> list[list[str]]:
     """What it reads of a row, as columns.Needs. ValueError in one line where its prompt, its key or the package is
-    missing, no server of the protocol answers, or that has no such model."""
+    missing, or a first short request is not answered; a server that is busy, or slow though it has the model, passes.
+    """
     needs = columns_of(judge)
-    asyncio.run(_ask_for_models(judge))
+    asyncio.run(_try(judge))
     return [needs] if needs else []
 
 
-async def _ask_for_models(judge: JudgeConfig) -> None:
-    client = open_client(judge, CHECK_S)
-    where = f"reward.functions: judge: {judge.url}"
-    from openai import NotFoundError
+async def _try(judge: JudgeConfig) -> None:
+    from openai import APITimeoutError, InternalServerError, RateLimitError
 
+    where = f"reward.functions: judge: {judge.url}"
+    async with open_client(judge, CHECK_S).with_options(max_retries=0) as client:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                _reply_of(await client.chat.completions.create(**_request(judge, "Reply with one word.")))
+            return
+        except (RateLimitError, InternalServerError):
+            return  # later requests are tried again
+        except Exception as error:  # whatever a server that is none makes of it
+            failure = error
+        names = await _listed(client)
+    is_late = isinstance(failure, TimeoutError | APITimeoutError)
+    if is_late and judge.model in names:
+        return
+    if names and judge.model not in names:
+        raise ValueError(f"{where} has no model {judge.model}; it has {', '.join(names[:8])}")
+    said = f"nothing within {CHECK_S:.0f} s" if is_late else _one_line(failure)
+    raise ValueError(f"{where} does not answer a chat completion ({said})")
+
+
+async def _listed(client: Any) -> list[str]:
+    """The models that a server says it has; none where it keeps no list."""
     try:
-        async with client, asyncio.timeout(CHECK_S):
-            names = [model.id for model in (await client.with_options(max_retries=0).models.list()).data]
-    except NotFoundError:
-        return  # some servers keep no list
-    except TimeoutError:
-        raise ValueError(f"{where} did not say within {CHECK_S:.0f} s which models it has") from None
-    except Exception as error:  # whatever a server that is none makes of it
-        raise ValueError(f"{where} does not answer as an OpenAI-compatible server ({_one_line(error)})") from None
-    if judge.model not in names:
-        raise ValueError(f"{where} has no model {judge.model}; it has {', '.join(names[:8]) or 'none'}")
+        async with asyncio.timeout(CHECK_S):
+            return [model.id for model in (await client.models.list()).data]
+    except Exception:  # as in _try; the first failure is the one to tell
+        return []
+
+
+def _request(judge: JudgeConfig, text: str) -> dict[str, Any]:
+    options = {"temperature": 0, "max_tokens": 1024} | judge.options
+    given = {name: value for name, value in options.items() if value is not None}
+    return {"model": judge.model, "messages": [{"role": "user", "content": text}], "extra_body": given}
+
+
+def _reply_of(answer: Any) -> Reply:
+    """A chat completion's text; NoVerdict where it is none. What is no number of tokens counts as none."""
+    try:
+        choice, usage = answer.choices[0], answer.usage
+        text, is_cut = choice.message.content, choice.finish_reason == "length"
+    except (AttributeError, IndexError, TypeError):
+        raise NoVerdict(f"gave no verdict: {_start(answer)} is no chat completion") from None
+    said = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
+    read, written = (max(0, count) if isinstance(count, int) else 0 for count in said)
+    return Reply(text if isinstance(text, str) else "", read, written, is_new=True, is_cut=is_cut)
 
 
 class Judge:
@@ -116,8 +153,6 @@ class Judge:
         self.num_replies = 0  # grows with every one
         self._judge, self._timeout_s, self._prompt = judge, timeout_s, read_prompt(judge)
         self._client = open_client(judge, timeout_s)
-        given = {"temperature": 0, "max_tokens": 1024} | judge.options
-        self._options = {name: value for name, value in given.items() if value is not None}
         self._store = VerdictStore(cache_folder() / "verdicts.sqlite" if judge.keep else None)
         self._under_way: dict[str, asyncio.Task[Reply]] = {}
         self._places = asyncio.Semaphore(judge.at_once)
@@ -166,9 +201,10 @@ class Judge:
         if judge.form == "pairwise":
             other = shown[str(judge.against)]
             ways = [{"first": response, "second": other}, {"first": other, "second": response}]
-            first, second = await asyncio.gather(
-                *(self._ask(shown | way, PAIRWISE_END, _share_of_first, asked) for way in ways)
-            )
+            found = await asyncio.gather(
+                *(self._ask(shown | way, PAIRWISE_END, _share_of_first, asked) for way in ways), return_exceptions=True
+            )  # what one cost counts though the other fails
+            first, second = map(_or_raise, found)
             return (first + 1 - second) / 2
         if judge.form == "score":
             low, high = judge.scale
@@ -189,8 +225,7 @@ class Judge:
     async def _ask(self, shown: Mapping[str, str], end: str, read: Callable[[str], float], asked: list[Reply]) -> float:
         """What `read` finds in the reply; kept only where it finds something."""
         text = PLACEHOLDER.sub(lambda match: shown.get(match[1], match[0]), self._prompt)
-        asks = [{"role": "user", "content": f"{text.rstrip()}\n\n{end}"}]
-        request = {"model": self._judge.model, "messages": asks, "extra_body": self._options}
+        request = _request(self._judge, f"{text.rstrip()}\n\n{end}")
         content = json.dumps([self._judge.url, request], sort_keys=True)
         place = hashlib.sha256(content.encode()).hexdigest()
         kept = self._store.get(place)
@@ -218,13 +253,7 @@ class Judge:
                 raise NoVerdict(f"timed out after {self._timeout_s:g} s") from None
             finally:
                 self.num_replies += 1
-        try:
-            choice, usage = answer.choices[0], answer.usage
-            text, is_cut = choice.message.content, choice.finish_reason == "length"
-        except (AttributeError, IndexError, TypeError):
-            raise NoVerdict(f"gave no verdict: {_start(answer)} is no chat completion") from None
-        read, written = (getattr(usage, name, None) or 0 for name in ("prompt_tokens", "completion_tokens"))
-        return Reply(text or "", read, written, is_new=True, is_cut=is_cut)
+        return _reply_of(answer)
 
 
 PAIRWISE_END = "End your reply with a line `Verdict: first`, `Verdict: second` or `Verdict: tie`."
@@ -235,7 +264,7 @@ def _on_scale(text: str, low: float, high: float) -> float:
     found = SCORE.findall(text)
     if not found:
         raise NoVerdict(f"gave no verdict: no `Score: N` in {_start(text)}")
-    score = float(found[-1])
+    score = float(found[-1].replace("−", "-"))
     if not low <= score <= high:
         raise NoVerdict(f"gave no verdict: Score: {found[-1]} is outside {low:g} to {high:g}")
     return (score - low) / (high - low)
@@ -253,6 +282,12 @@ def _share_met(text: str, count: int) -> float:
     if any(number not in said for number in range(1, count + 1)):
         raise NoVerdict(f"gave no verdict: not every one of {count} criteria has a yes or no in {_start(text)}")
     return sum(said[number] for number in range(1, count + 1)) / count
+
+
+def _or_raise(found: float | BaseException) -> float:
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def _criteria_column(judge: JudgeConfig) -> str | None:

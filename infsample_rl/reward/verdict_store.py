@@ -35,7 +35,6 @@ class VerdictStore:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = sqlite3.connect(self._path, timeout=WAIT_S, isolation_level=None)
-                self._file.execute("PRAGMA journal_mode=WAL")
                 self._file.execute(MAKE)
             return self._file.execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:

@@ -143,6 +143,33 @@ def test_a_score_on_the_scale_becomes_a_reward_from_0_to_1(server, entry):
     assert asked[0].startswith("Was 3 right? It should be 3.\n\n") and "a number from -5 to 10" in asked[0]
 
 
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("Score (0-10): 8", 0.8),
+        ("**Score [0 to 10]:** 8", 0.8),
+        ("Score: [8]", 0.8),
+        ("Score: .5", 0.05),
+        ("Score - 8.", 0.8),
+        ('{"score": 8, "why": "3 of 4"}', 0.8),
+        ("Score: −5", None),
+        ("Score: 7,5", None),
+        ("Score: 7-8", None),
+        ("Score (0-10) 8", None),
+    ],
+)
+def test_a_score_is_read_as_it_is_meant_or_not_at_all(server, entry, said, reward):
+    server.reply = lambda *_: said
+    assert judged(entry(), ["3"]).values == [reward]
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": "12", "completion_tokens": -3}, "much", None])
+def test_usage_that_is_none_costs_nothing(server, entry, usage):
+    server.reply = lambda *_: lambda handler: handler.answer(completion("Score: 5") | {"usage": usage})
+    call = judged(entry(price=[1.0, 1.0]), ["3"])
+    assert call.values == [0.5] and call.reported == {"tokens": [0.0], "cost": [0.0]}
+
+
 def test_verdicts_are_kept_by_content_and_asked_for_once(server, entry):
     assert judged(entry(), ["3", "3", "4"]).values == [0.5, 0.5, 0.5] and len(server.asked) == 2
     again = judged(entry(price=[1, 1]), ["3", "4", "5"])
@@ -188,6 +215,9 @@ def test_pairwise_asks_both_ways_round(server, entry):
     call = judged(given, ["x", "y"], answer="ref")
     assert call.values == [1.0, 0.5], "who always prefers the first has said nothing"
     assert call.reported["tokens"] == [2020.0, 2020.0]
+    server.reply = lambda request, _: "no" if "A=ref" in str(request) else time.sleep(0.2) or "Verdict: tie"
+    call = judged(given | {"keep": False}, ["x"], answer="ref")
+    assert call.values == [None] and call.reported["tokens"] == [2020.0], "what the other way cost counts"
 
 
 def test_a_rubric_is_the_share_of_criteria_that_are_met(server, entry):
@@ -322,15 +352,32 @@ def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch):
         ({"prompt": "/nowhere.md"}, "prompt=/nowhere.md cannot be read .No such file"),
         ({"model": "other"}, "has no model other; it has judge-1"),
         ({"key": "NO_SUCH_KEY"}, "key names NO_SUCH_KEY, which is not set"),
-        ({"url": "http://127.0.0.1:9/v1"}, "127.0.0.1:9/v1 does not answer as an OpenAI-compatible server"),
+        ({"url": "http://127.0.0.1:9/v1"}, "127.0.0.1:9/v1 does not answer a chat completion .APIConnectionError"),
+        ({"options": {"max_token": 5}}, "does not answer a chat completion .BadRequestError.*max_token"),
     ]
+
+    def reply(request, _):
+        if "max_token" in request or request["model"] != "judge-1":
+            return lambda handler: handler.answer({"error": {"message": "there is no max_token"}}, 400)
+        return "OK"
+
+    server.reply = reply
     for given, message in refused:
         with pytest.raises(ValueError, match=message):
             check_judge(config_of(entry(**given)))
-    monkeypatch.setattr(judge_module, "CHECK_S", 0.2)
-    server.models = None  # it raises, and closes the connection
-    with pytest.raises(ValueError, match="does not answer as an OpenAI-compatible server"):
+    server.models = []  # a server that answers need not keep a list
+    assert check_judge(config_of(entry())) == [["answer"]]
+    server.reply = lambda *_: lambda handler: handler.answer({"error": {"message": "later"}}, 429)
+    assert check_judge(config_of(entry())) == [["answer"]], "a busy server is one"
+    server.reply = lambda *_: lambda handler: handler.answer("<html>Sign in</html>", kind="text/html")
+    with pytest.raises(ValueError, match="does not answer a chat completion .*Sign in"):
         check_judge(config_of(entry()))
+    monkeypatch.setattr(judge_module, "CHECK_S", 0.3)
+    server.reply = lambda *_: time.sleep(1) or "OK"
+    with pytest.raises(ValueError, match="chat completion .nothing within 0 s"):
+        check_judge(config_of(entry()))
+    server.models = ["judge-1"]
+    assert check_judge(config_of(entry())) == [["answer"]], "a slow server that has the model is one"
 
 
 def test_its_key_goes_to_the_reward_worker_alone(entry, monkeypatch):
