@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -18,6 +19,7 @@ from typing import Any
 
 from benchmarks.figures import new_figure, save
 from infsample_rl.observe.records import read_records
+from infsample_rl.observe.versions import versions
 
 SEARCH_SEED = 100  # of the runs that try a learning rate
 COLUMNS = {"side": "side", "lr": "lr", "seed": "seed", "first": "held out, first", "last": "last", "seconds": "s"}
@@ -48,7 +50,8 @@ class Study:
     train: Callable[[Run], Record]  # rewards, seconds and held_out; RuntimeError with its last words when it fails
 
     def run(self, sides: Sequence[str], lrs: Sequence[float], seeds: Sequence[int]) -> tuple[list[Record], bool]:
-        """Every run that ended, and whether all did. ValueError for a folder with runs of other settings."""
+        """Every run that ended, and whether all did. ValueError for a folder with runs of other settings or
+        code."""
         found, asked = list[Record](), 0
         for side in sides:
             tried = list(filter(None, (self._outcome(Run(side, lr, SEARCH_SEED, "tuning")) for lr in lrs)))
@@ -64,8 +67,8 @@ class Study:
         path = self.folder / f"{run.name}.json"
         if path.exists():
             record = json.loads(path.read_text())
-            if record["settings"] != self.settings:
-                raise ValueError(f"out={self.folder}: {path.name} is of other settings; give another folder")
+            if record["settings"] != self._common:
+                raise ValueError(f"out={self.folder}: {path.name} is of other settings or code; give another folder")
             return record
         print(f"{run.name} ...", file=sys.stderr, flush=True)
         try:
@@ -73,8 +76,12 @@ class Study:
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"{run.name} failed: {error}", file=sys.stderr, flush=True)
             return None
-        path.write_text(json.dumps(record | {"settings": self.settings}) + "\n")
+        path.write_text(json.dumps(record | {"settings": self._common}) + "\n")
         return record
+
+    @cached_property
+    def _common(self) -> dict[str, Any]:
+        return self.settings | {"commit": versions()["commit"]}
 
 
 def measured(records: Iterable[Record]) -> list[Record]:

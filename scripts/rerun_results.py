@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-OPEN = re.compile(r"(?<=[=\[,])[A-Z]{3,}(?=[\s\],/]|$)")
+OPEN = re.compile(r"(?<=[=\[, ])[A-Z]{3,}(?=[\s\],/]|$)")
 
 
 def main() -> int:

@@ -77,4 +77,4 @@ def test_both_sides_train_on_the_same_and_a_second_command_finds_them_done(tiny_
     assert learning.main() == 0
     assert capfd.readouterr().out == said.out
     monkeypatch.setattr("sys.argv", ["learning", *arguments, "steps=3"])
-    assert learning.main() == 2 and "is of other settings; give another folder" in capfd.readouterr().err
+    assert learning.main() == 2 and "is of other settings or code; give another folder" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """The commands of a page of results: found, completed, run in order until one fails."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,6 @@ def test_every_written_page_of_results_has_commands():
     spec.loader.exec_module(module)
     without = {path.stem for path in module.RESULTS.glob("*.md") if not module.commands_of(path)}
     assert without == {"gpu", "paper_tables"}, "written by `make gpu-evidence` and `make tables`"
+    commands = [command for path in module.RESULTS.glob("*.md") for command in module.commands_of(path)]
+    left = [command for command in commands if re.search(r"\b[A-Z]{3,}\b", module.OPEN.sub("given", command))]
+    assert not left, "every word that a command leaves open can be given"
