@@ -141,7 +141,7 @@ class Config:
             functions += [read_function(f"data.sources[{index}].reward", name) for name in dict.fromkeys(new)]
         if not functions and self.environment.factory is not None:
             functions = [read_function("reward.functions", ENVIRONMENT)]
-        if not functions:
+        if not functions and self.objective.reward_coef > 0:
             raise ValueError("reward.functions is empty: give one, e.g. reward.functions=[gsm8k]")
         self.reward = replace(self.reward, functions=functions)
         if self.environment.factory is None and any(function.name == ENVIRONMENT for function in functions):

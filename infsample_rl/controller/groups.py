@@ -60,6 +60,7 @@ class Group:
 
     prompt: Prompt
     size: int  # G
+    needs_rewards: bool = True  # else they train nothing
     # those that have arrived; once it is complete by index, whatever order they ended in
     samples: list[SampleRecord] = field(default_factory=list)
     rewarded: int = 0
@@ -73,8 +74,9 @@ class Group:
         return any(any(sample.advantages) for sample in self.samples)
 
     def trained_samples(self) -> list[SampleRecord]:
-        """Samples with a reward: the others are outside mean, std and every denominator."""
-        return [sample for sample in self.samples if sample.reward is not None]
+        """Samples with a reward, or all where rewards train nothing: the others are outside mean, std and every
+        denominator."""
+        return [sample for sample in self.samples if sample.reward is not None or not self.needs_rewards]
 
 
 class StepGroups:
@@ -99,7 +101,8 @@ class StepGroups:
 
     def extend(self, prompts: list[Prompt]) -> None:
         """Sample these prompts too; their prompt_index goes on from those that are there."""
-        self.groups += [Group(prompt=prompt, size=self._group_size) for prompt in prompts]
+        needs_rewards = self._config.objective.reward_coef > 0
+        self.groups += [Group(prompt=prompt, size=self._group_size, needs_rewards=needs_rewards) for prompt in prompts]
 
     @property
     def micro_groups(self) -> list[int]:
@@ -266,7 +269,7 @@ def mini_batches(groups: list[Group], count: int) -> list[list[Group]]:
 
 
 def loss_totals(groups: list[Group], config: Config) -> LossTotals:
-    """Denominators of an update on these groups: their samples with a reward."""
+    """Denominators of an update on these groups: their samples that are trained."""
     samples = [sample for group in groups for sample in group.trained_samples()]
     return LossTotals(
         num_sequences=len(samples),

@@ -22,12 +22,13 @@ def show_number(run: RunState, groups: StepGroups) -> None:
 
 
 def end_if_all_fail(run: RunState, saver: CheckpointSaver, groups: StepGroups) -> None:
-    """RuntimeError after reward.max_failed_steps steps in a row without a single reward, once the step before is saved.
+    """RuntimeError after reward.max_failed_steps steps in a row without a sample to train on, once the step before is
+    saved.
 
     To be called when a step is sampled and not yet learned from.
     """
-    has_reward = any(group.trained_samples() for group in groups.groups)
-    run.failed_steps = 0 if has_reward else run.failed_steps + 1
+    is_trained = any(group.trained_samples() for group in groups.groups)
+    run.failed_steps = 0 if is_trained else run.failed_steps + 1
     if run.failed_steps < run.config.reward.max_failed_steps:
         return
     if run.step not in (0, saver.saved_step):

@@ -222,7 +222,9 @@ def _model_scores(model: RewardModel, prompt: Prompt, texts: list[str]) -> tuple
 
 def weighted_sums(columns: list[Scored], count: int) -> list[float | None]:
     """Sum of weight x value for each of `count` samples; None where any function failed, where all left it out or where
-    a term is above LARGEST_REWARD, the last two with a problem of the first function."""
+    a term is above LARGEST_REWARD, the last two with a problem of the first function, if there is any."""
+    if not columns:
+        return [None] * count
     rewards: list[float | None] = []
     for sample in range(count):
         terms = [(column.weight, column.values[sample]) for column in columns]

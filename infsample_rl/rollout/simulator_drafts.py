@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from infsample_rl.config.rollout import MOST_QUERIES
-from infsample_rl.rollout.schedule.drafter import Drafter
-from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
+from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 
 
@@ -37,22 +37,19 @@ class Drafting:
         if texts is None or kernels is None:
             raise ValueError(f"drafts={drafts} needs {'token ids' if texts is None else 'a C++ compiler'}")
         self._drafter, self._texts, self._drafts = Drafter(kernels), texts, drafts
-        self._opened: set[PromptGroup] = set()
         self.drafted_tokens, self.accepted = 0, list[Accepted]()
 
     def accept(self, planner: StepPlanner, rows: Sequence[Sample]) -> None:
         """Draft for the rows of a step, whose new tokens are counted, and count the drafts that are right."""
-        room, drafted = MOST_QUERIES - len(rows), []
+        room, found = MOST_QUERIES - len(rows), []
         for sample in rows if room > 0 else ():
-            text = self._texts[sample.group_id].samples[sample.sample_index]
+            text = self._text_of(sample)
             sample.tokens.extend(text[len(sample.tokens) : sample.num_tokens - 1])
-            if sample.group not in self._opened:
-                self._opened.add(sample.group)
-                self._drafter.open(sample.group, self._texts[sample.group_id].prompt)
-            draft = self._drafter.draft(sample, self._drafts)[0][:room] if sample.tokens else []
-            room -= len(draft)
-            drafted.append((sample, draft[: planner.lend_pages(sample, len(draft))], text[sample.num_tokens - 1 :]))
-        for sample, draft, following in drafted:
+            draft = self._drafter.draft(sample, self._drafts)[0] if sample.tokens else []
+            found.append((sample, draft, text[sample.num_tokens - 1 :]))
+        counts = shared_out([len(draft) for _, draft, _ in found], room)
+        for (sample, draft, following), count in zip(found, counts, strict=True):
+            draft = draft[: planner.lend_pages(sample, count)]
             self.drafted_tokens += len(draft)
             right = 0
             # the last token of all is never a draft that another follows
@@ -65,6 +62,11 @@ class Drafting:
     def end(self, ended: Sequence[Sample]) -> None:
         """These samples have ended."""
         for sample in ended:
-            text = self._texts[sample.group_id].samples[sample.sample_index]
-            sample.tokens.extend(text[len(sample.tokens) :])
+            sample.tokens.extend(self._text_of(sample)[len(sample.tokens) :])
             self._drafter.end(sample)
+
+    def _text_of(self, sample: Sample) -> Sequence[int]:
+        text = self._texts[sample.group_id]
+        if not self._drafter.knows(sample.group):  # its ids are not known to the planner
+            self._drafter.open(sample.group, text.prompt)
+        return text.samples[sample.sample_index]

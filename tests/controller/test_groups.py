@@ -110,6 +110,16 @@ def test_failed_reward_is_outside_mean_and_every_denominator():
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
 
 
+def test_where_rewards_train_nothing_one_that_failed_is_trained():
+    settings = config(distill_coef=1.0, reward_coef=0.0)
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_rewards(0, rewards(None, None))
+    (group,) = groups.take_complete()
+    assert len(trainable_specs(group, settings)) == 2
+    assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
+
+
 def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_a_teacher_or_an_entropy_term():
     terms = ({}, 0), ({"kl": "k3", "kl_coef": 0.01}, 2), ({"entropy_coef": 0.1}, 2), ({"distill_coef": 0.1}, 2)
     for objective, sent in terms:

@@ -208,6 +208,13 @@ def test_what_cannot_distill_is_refused(settings, said):
         load_config(["objective=distill", *settings])
 
 
+def test_it_needs_no_rewards_where_none_is_trained():
+    distills = ["objective=distill", "reference.path=x", "reward.functions=[]"]
+    assert load_config(distills).reward.functions == []
+    with pytest.raises(ConfigError, match="reward.functions is empty"):
+        load_config([*distills, "objective.reward_coef=1"])
+
+
 def test_the_learner_sees_groups_whose_rewards_are_all_equal_and_reads_the_teacher_wherever_it_is():
     for placement in ("workers", "learner"):
         config = load_config(["objective=distill", "reference.path=x", f"reference.placement={placement}"])

@@ -208,8 +208,6 @@ class DecodeLoop:
             newest.append(query)
             tokens += query - first + 1
             self.planner.accept(sample, query - first)
-            if draft:
-                speculation.judge(sample, query - first)
             query = first + len(draft) + 1
         self.decode.batch.drop_pages(rows)
         self.stats.drafted_tokens += query - len(rows)

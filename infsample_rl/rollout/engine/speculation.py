@@ -6,40 +6,55 @@ hashed noise: so drafts change steps, never samples. Letters: R rows, Q queries 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from infsample_rl.config.rollout import MOST_DRAFTS, MOST_QUERIES, RolloutConfig
 from infsample_rl.rollout.engine.decoder import FusedDecoder
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
-from infsample_rl.rollout.schedule.drafter import Drafter
+from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 
-PRIOR_TRIES = 4  # a row's own record counts as much as that of its match's length after so many
+MEMORY = 0.99  # of what was drafted by matches of a length, at every token more
+LEARNING = 0.2  # by how much a token changes a row's skill
 FORGET = 0.98  # of what steps took, at every step
-FIRST_COST = 0.04  # of a query beside a step of one, before any was measured
-LEAST_GAIN = 1.02  # in tokens a second, below which nothing is drafted for a while
-LEAST_GAIN_AHEAD = 1.1  # where steps could be launched ahead, which hides what the host does (H200)
-REST_STEPS = 64  # that while; twice as long every time, up to MOST_REST
-MOST_REST = 4096
-TRIED_STEPS = 8  # before drafts are judged
+FIRST_COST = 0.1  # of a query beside a step of one, before any was measured
+LAUNCHED_AHEAD = 0.9  # of a step's seconds, where it could be launched before the one before is read (H200)
+LOSS = 0.01  # of all seconds that drafting, and looking for drafts, may lose
+MOST_SAVED = 8  # steps whose seconds may be lost again after drafts have gained them
+FEW_STEPS = 8  # of which nothing is concluded
 
 
 @dataclass(slots=True)
 class Record:
     """Drafted tokens that were reached, and those that were right."""
 
-    tries: float = 0.0
-    hits: float = 0.0
+    tries: float = 1.0
+    hits: float = 0.5
 
-    def add(self, hit: bool) -> None:
+    def add(self, is_right: bool) -> None:
         """One more; what is older counts less."""
-        self.tries, self.hits = 0.95 * self.tries + 1, 0.95 * self.hits + hit
+        self.tries, self.hits = MEMORY * self.tries + 1, MEMORY * self.hits + is_right
+
+    def chance(self, skill: float) -> float:
+        """Of the next, in a row with so much skill (logits beside the mean of rows)."""
+        return 1 / (1 + (self.tries - self.hits) / self.hits * math.exp(-skill))
+
+
+class Found(NamedTuple):
+    """What a row may say next."""
+
+    sample: Sample
+    start: int  # its tokens before
+    tokens: list[int]
+    matches: list[int]  # tokens of the match that each was found by
 
 
 class StepCost:
@@ -47,14 +62,17 @@ class StepCost:
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, Q, Q^2, seconds, Q x seconds
+        self._left_out = 0  # steps one after another
 
     def add(self, queries: int, seconds: float) -> None:
         """A step has taken so long. One that took several times what it should is left out: something else ran, or was
-        compiled; so are all before one that took far less."""
-        if self._sums[0] > TRIED_STEPS and seconds > 4 * self.of(queries):
+        compiled. All before are forgotten after one that took far less, or several that took far more."""
+        is_late = self._sums[0] > FEW_STEPS and seconds > 4 * self.of(queries)
+        self._left_out = self._left_out + 1 if is_late else 0
+        if is_late and self._left_out < FEW_STEPS:
             return
-        if self._sums[0] and self.of(queries) > 4 * seconds:
-            self._sums = [0.0] * 5
+        if is_late or (self._sums[0] and self.of(queries) > 4 * seconds):
+            self._sums, self._left_out = [0.0] * 5, 0
         new = (1.0, queries, queries**2, seconds, queries * seconds)
         self._sums = [FORGET * old + each for old, each in zip(self._sums, new, strict=True)]
 
@@ -74,8 +92,9 @@ class StepCost:
         mean, mean_seconds = queries / count, seconds / count
         spread = squares / count - mean**2
         guess = FIRST_COST * mean_seconds / (1 + FIRST_COST * mean)
-        # a slope that few different numbers of queries give counts little
-        slope = (products / count - mean * mean_seconds + guess) / (spread + 1)
+        # a slope that few steps or few different numbers of queries give counts little
+        prior = FEW_STEPS / count
+        slope = (products / count - mean * mean_seconds + prior * guess) / (spread + prior)
         slope = min(max(slope, 1e-3 * guess), mean_seconds / mean)
         return max(mean_seconds - slope * mean, 1e-9), slope
 
@@ -87,19 +106,19 @@ class Speculation:
         """`drafts`: for every row and step, where so many are found; None: as many as pay. `holds_up`: steps could be
         launched ahead if nothing were drafted for them."""
         self.drafter, self._drafts, self._holds_up = Drafter(kernels), drafts, holds_up
-        self._by_match: defaultdict[int, Record] = defaultdict(lambda: Record(1.0, 0.5))
-        self._by_sample: defaultdict[Sample, Record] = defaultdict(Record)
+        self._by_match: defaultdict[int, Record] = defaultdict(Record)
+        self._skill: defaultdict[Sample, float] = defaultdict(float)
         self._cost = StepCost()
-        self._started = self._tokens = 0.0
-        self._tried = self._left_to_rest = 0
-        self._rest = REST_STEPS
-        self._matches: dict[Sample, list[int]] = {}
+        self._started = 0.0
+        self._found_now: list[Found] = []
+        self._saved = 0.0  # seconds that drafts have gained, less what looking for them took, within bounds
+        self._plain = 0.0  # seconds of the last step that was looked at, had nothing been drafted
         self.seconds_of_drafts = 0.0  # of the last drafts_of()
 
     def rest(self) -> bool:
-        """Asked before every step: whether nothing is drafted for it, since drafts have not paid."""
-        self._left_to_rest = max(0, self._left_to_rest - 1)
-        return self._left_to_rest > 0
+        """Asked before every step: whether nothing is drafted for it, since more was lost than may be."""
+        self._saved += LOSS * self._plain
+        return self._drafts is None and self._saved < 0
 
     def drafts_of(self, rows: Sequence[Sample], planner: StepPlanner) -> list[list[int]] | None:
         """The tokens drafted for every row of a step, whose KV has pages; None where nothing is drafted."""
@@ -107,81 +126,74 @@ class Speculation:
         room = MOST_QUERIES - len(rows)
         if room <= 0:
             return None
-        found = [self._found(sample) for sample in rows]
-        counts = self._fixed(found, room) if self._drafts is not None else self._paying(rows, found, room)
+        self._found_now = found = [Found(sample, len(sample.tokens), *self._find(sample)) for sample in rows]
+        if self._drafts is None:
+            counts = self._paying(found, room)
+        else:
+            counts = shared_out([len(each.tokens) for each in found], room)
         drafts = []
-        for sample, count, (tokens, _) in zip(rows, counts, found, strict=True):
-            drafts.append(tokens[: planner.lend_pages(sample, count)] if count else [])
-        self._matches = {
-            sample: matches[: len(draft)]
-            for sample, draft, (_, matches) in zip(rows, drafts, found, strict=True)
-            if draft
-        }
+        for each, count in zip(found, counts, strict=True):
+            drafts.append(each.tokens[: planner.lend_pages(each.sample, count)] if count else [])
         self.seconds_of_drafts = time.perf_counter() - self._started
-        return drafts if self._matches else None
-
-    def judge(self, sample: Sample, accepted: int) -> None:
-        """So many of a row's drafted tokens were right."""
-        own = self._by_sample[sample]
-        for place, match in enumerate(self._matches.get(sample, ())[: accepted + 1]):
-            own.add(place < accepted)
-            self._by_match[match].add(place < accepted)
+        return drafts if any(drafts) else None
 
     def end(self, samples: Sequence[Sample]) -> None:
         """These samples have ended."""
         for sample in samples:
             self.drafter.end(sample)
-            self._by_sample.pop(sample, None)
+            self._skill.pop(sample, None)
 
     def end_step(self, rows: int, queries: int, tokens: int) -> None:
-        """A step that drafts_of() began is read: it had so many rows and queries and gave so many tokens."""
-        self._cost.add(queries, time.perf_counter() - self._started)
-        if self._drafts is not None or (queries == rows and not self._holds_up):
-            return
-        self._tried += 1
-        self._tokens += tokens * self._cost.of(rows) / (rows * self._cost.of(queries))
-        if self._tried >= TRIED_STEPS:
-            gain, self._tried, self._tokens = self._tokens / self._tried, 0, 0.0
-            if gain < (LEAST_GAIN_AHEAD if self._holds_up else LEAST_GAIN):
-                self._left_to_rest, self._rest = self._rest, min(2 * self._rest, MOST_REST)
-            else:
-                self._rest = REST_STEPS
+        """A step that drafts_of() began is read: it had so many rows and queries and gave so many tokens.
+
+        What was found is judged by what was drawn, whether it was run or not.
+        """
+        self._cost.add(queries, time.perf_counter() - self._started - self.seconds_of_drafts)
+        self._judge()
+        plain = self._plain = self._cost.of(rows) * (LAUNCHED_AHEAD if self._holds_up else 1.0)
+        looking = min(self.seconds_of_drafts, plain)  # longer when something else ran
+        self._saved += tokens / rows * plain - self._cost.of(queries) - looking
+        self._saved = min(self._saved, MOST_SAVED * plain)
 
     def close(self) -> None:
         """A call has ended."""
-        self._by_sample.clear()
-        self._matches = {}
+        self._skill.clear()
+        self._found_now = []
         self.drafter.close()
 
-    def _found(self, sample: Sample) -> tuple[list[int], list[int]]:
+    def _judge(self) -> None:
+        for sample, start, tokens, matches in self._found_now:
+            for token, match, drawn in zip(tokens, matches, sample.tokens[start:], strict=False):
+                record, is_right = self._by_match[match], token == drawn
+                self._skill[sample] += LEARNING * (is_right - record.chance(self._skill[sample]))
+                record.add(is_right)
+                if not is_right:
+                    break
+        self._found_now = []
+
+    def _find(self, sample: Sample) -> tuple[list[int], list[int]]:
         if not sample.tokens:  # the first comes from the prompt's logits
             return [], []
         return self.drafter.draft(sample, MOST_DRAFTS if self._drafts is None else self._drafts)
 
-    def _fixed(self, found: Sequence[tuple[list[int], list[int]]], room: int) -> list[int]:
-        counts = []
-        for tokens, _ in found:
-            counts.append(min(len(tokens), room))
-            room -= counts[-1]
-        return counts
-
-    def _paying(self, rows: Sequence[Sample], found: Sequence[tuple[list[int], list[int]]], room: int) -> list[int]:
+    def _paying(self, found: Sequence[Found], room: int) -> list[int]:
         """Of all drafted tokens, the likeliest first, those that add more to the tokens of a second than they take
         away. A row that is expected to have more left than the others counts for more: it sets the end."""
-        left = [max(1.0, (sample.predicted or 0.0) - sample.num_tokens) for sample in rows]
-        known = [each for each, sample in zip(left, rows, strict=True) if sample.predicted is not None]
+        left = [max(1.0, (sample.predicted or 0.0) - sample.num_tokens) for sample, *_ in found]
+        known = [each for each, (sample, *_) in zip(left, found, strict=True) if sample.predicted is not None]
         mean = sum(known) / len(known) if known else 1.0
+        counts, tokens = [0] * len(found), float(len(found))
+        seconds, of_query = self._cost.of(len(found)), self._cost.of_query()
         offers = []
-        for row, (sample, (_, matches)) in enumerate(zip(rows, found, strict=True)):
-            own, chance = self._by_sample[sample], 1.0
+        for row, (sample, _, _, matches) in enumerate(found):
             weight = min(2.0, max(0.5, left[row] / mean)) if sample.predicted is not None else 1.0
+            chance, skill = 1.0, self._skill[sample]
             for match in matches:
-                record = self._by_match[match]
-                chance *= (PRIOR_TRIES * record.hits / record.tries + own.hits) / (PRIOR_TRIES + own.tries)
+                chance *= self._by_match[match].chance(skill)
+                if weight * chance * seconds < tokens * of_query:
+                    break
                 offers.append((chance * weight, chance, row))
         offers.sort(reverse=True)
-        counts, tokens = [0] * len(rows), float(len(rows))
-        seconds, of_query = self._cost.of(len(rows)), self._cost.of_query()
         for weighted, chance, row in offers[:room]:
             if weighted * seconds < tokens * of_query:
                 break

@@ -43,15 +43,14 @@ class Drafter:
 
     def end(self, sample: Sample) -> None:
         """The sample has ended: all its tokens draft for others."""
-        texts = self._of_group.get(sample.group)
-        if texts is not None:
-            texts.end(sample)
+        texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
+        texts.end(sample)
 
     def leave(self, group: PromptGroup) -> None:
         """All samples of a prompt have ended."""
         texts = self._of_group.pop(group, None)
         if texts is not None:
-            texts.known.clear()
+            texts.forget(group)
 
     def close(self) -> None:
         """A call has ended."""
@@ -63,11 +62,16 @@ class Drafter:
         """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
         self._drafts_since, left = 0, MOST_BYTES
         for prompt in reversed(list(self._texts)):
-            left -= self._texts[prompt].bytes
-            if left < 0:
-                forgotten = self._texts.pop(prompt)
-                for group in [group for group, texts in self._of_group.items() if texts is forgotten]:
-                    del self._of_group[group]
+            if self._texts[prompt].bytes <= left:
+                left -= self._texts[prompt].bytes
+                continue
+            forgotten = self._texts.pop(prompt)
+            for group in [group for group, texts in self._of_group.items() if texts is forgotten]:
+                del self._of_group[group]
+
+    def knows(self, group: PromptGroup) -> bool:
+        """Whether the group's texts are open."""
+        return group in self._of_group
 
     def open(self, group: PromptGroup, prompt_ids: Sequence[int]) -> _Texts:
         """The texts of a group whose prompt has these ids."""
@@ -75,6 +79,17 @@ class Drafter:
         texts = self._texts.pop(prompt, None) or _Texts(self._kernels, prompt_ids)
         self._texts[prompt] = self._of_group[group] = texts
         return texts
+
+
+def shared_out(wanted: Sequence[int], room: int) -> list[int]:
+    """How much of what every row wants it gets of the room: one for each in turn."""
+    counts = [0] * len(wanted)
+    while room > 0 and any(count < want for count, want in zip(counts, wanted, strict=True)):
+        for row, want in enumerate(wanted):
+            if counts[row] < want and room > 0:
+                counts[row] += 1
+                room -= 1
+    return counts
 
 
 class _Texts:
@@ -97,6 +112,11 @@ class _Texts:
     def end(self, sample: Sample) -> None:
         self._extend(sample)
         del self.known[sample]
+
+    def forget(self, group: PromptGroup) -> None:
+        """Its samples have ended, or will not go on; another group may have the same prompt."""
+        for sample in [sample for sample in self.known if sample.group is group]:
+            del self.known[sample]
 
     def _extend(self, sample: Sample) -> list[int]:
         known = self.known.get(sample)
