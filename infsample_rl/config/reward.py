@@ -9,6 +9,7 @@ from typing import Any
 from infsample_rl.config.fields import check_bounds, parse_bytes, read_entry, setting
 
 ISOLATIONS = ("none", "limits", "sandbox")
+RULES = ("gsm8k", "math", "kk", "reasoning_gym", "data_source", "think_format")  # each a module rule_NAME
 JUDGE = "judge"
 ENVIRONMENT = "environment"  # what a trajectory's environment gave it
 JUDGE_FORMS = ("score", "pairwise", "rubric")
@@ -29,10 +30,6 @@ class RewardFunctionConfig:
     kwargs: dict[str, Any] = setting(
         {}, "keywords passed to the function; no keys: name their variables in reward.environment"
     )
-
-    def is_called(self, name: str) -> bool:
-        """Whether `name` means it: its whole name, or that of the function in its file."""
-        return name in (self.name, self.name.rpartition(".py:")[2])
 
 
 @dataclass(kw_only=True)
@@ -169,3 +166,14 @@ def read_function(label: str, entry: Any) -> RewardFunctionConfig:
     """An entry of reward.functions, checked; ValueError as read_entry."""
     name = entry.get("name") if isinstance(entry, dict) else getattr(entry, "name", entry)
     return read_entry(label, entry, JudgeConfig if name == JUDGE else RewardFunctionConfig, "name")
+
+
+def full_name(name: str, functions: list[str]) -> str:
+    """The name of these functions that a name in data.sources means: its own, else a rule's, else that of the only file
+    with a function called so. ValueError where there are several; what nothing is called stays as it is."""
+    if name in functions or name in (*RULES, ENVIRONMENT):
+        return name
+    found = list(dict.fromkeys(each for each in functions if each.rpartition(".py:")[2] == name))
+    if len(found) > 1:
+        raise ValueError(f"data.sources: reward={name} could be each of {', '.join(found)}: give its file too")
+    return found[0] if found else name

@@ -14,7 +14,7 @@ from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.pairs import check_pairs
-from infsample_rl.config.reward import ENVIRONMENT, RewardConfig, read_function
+from infsample_rl.config.reward import ENVIRONMENT, RewardConfig, full_name, read_function
 from infsample_rl.config.rollout import VLLM_CPU_BLOCK, RolloutConfig
 from infsample_rl.config.run import LoggingConfig, ModelConfig, RunConfig
 
@@ -129,16 +129,17 @@ class Config:
             raise ValueError(f"learner.shard_ranks must divide cluster.learner_ranks = {ranks}, got {shard}")
 
     def _find_rewards(self) -> None:
-        """Give every entry of data.sources the names of its functions, and reward.functions those that only they
+        """Give every entry of data.sources the full names of its functions, and reward.functions those that only they
         name."""
         functions = list(self.reward.functions)
         common = [function.name for function in functions]
+        given = [*common, *(name for entry in self.data.sources for name in entry.reward if ".py:" in name)]
         for index, entry in enumerate(self.data.sources):
-            entry.reward = entry.reward or common
+            entry.reward = [full_name(name, given) for name in entry.reward] or common
             if not entry.reward:
                 raise ValueError(f"data.sources[{index}].reward and reward.functions are empty: name a function")
-            new = [name for name in entry.reward if not any(function.is_called(name) for function in functions)]
-            functions += [read_function(f"data.sources[{index}].reward", name) for name in dict.fromkeys(new)]
+        named = dict.fromkeys(name for entry in self.data.sources for name in entry.reward if name not in common)
+        functions += [read_function("data.sources: reward", name) for name in named]
         if not functions and self.environment.factory is not None:
             functions = [read_function("reward.functions", ENVIRONMENT)]
         if not functions and self.objective.reward_coef > 0:
@@ -156,9 +157,7 @@ class Config:
         """Places in reward.functions of those that score prompts of a source, by its name in DataConfig.parts."""
         names = self.data.named_sources[source].reward if source else None
         return [
-            index
-            for index, function in enumerate(self.reward.functions)
-            if names is None or any(function.is_called(name) for name in names)
+            index for index, function in enumerate(self.reward.functions) if names is None or function.name in names
         ]
 
     def check_warmup(self, steps: int) -> None:

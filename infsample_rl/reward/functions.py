@@ -1,6 +1,6 @@
 """Every reward function by its name: which kind it is, how it is loaded, how it is called. Standard library only.
 
-A rule is score(response, columns), one sample a call: the modules of RULES. A user's function has one of peer_forms'
+A rule is score(response, columns), one sample a call: the modules rule_NAME. A user's function has one of peer_forms'
 forms; TRL's and verl's batched one get a whole micro-group a call, the others one sample.
 """
 
@@ -17,19 +17,11 @@ from itertools import count
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
-from infsample_rl.config.reward import ENVIRONMENT, JUDGE
+from infsample_rl.config.reward import ENVIRONMENT, JUDGE, RULES
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.peer_forms import OF_TRL, Called, call_form, check_keywords, columns_of, form_of
 from infsample_rl.reward.user_function import import_function
 
-RULES = {  # imported only when asked for: math-verify and reasoning_gym are slow to import
-    "gsm8k": "infsample_rl.reward.rule_gsm8k",
-    "math": "infsample_rl.reward.rule_math",
-    "kk": "infsample_rl.reward.rule_kk",
-    "reasoning_gym": "infsample_rl.reward.rule_reasoning_gym",
-    "data_source": "infsample_rl.reward.rule_data_source",
-    "think_format": "infsample_rl.reward.rule_think_format",
-}
 IN_PROCESSES = ("rule", "user")  # kinds of functions
 MODEL_PREFIX = "model:"
 METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
@@ -101,7 +93,7 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
     """Import a rule or a user's function; ValueError in one line when that is not possible or the signature does not
     fit."""
     if kind_of(config.name) == "rule":
-        module = importlib.import_module(RULES[config.name])
+        module = importlib.import_module(f"infsample_rl.reward.rule_{config.name}")  # here: some are slow to import
         function = module.score
         check_keywords(config.name, function, config.kwargs, given=("response", "columns"))
         return LoadedFunction(form="rule", function=function, kwargs=config.kwargs, needs=module.NEEDS)

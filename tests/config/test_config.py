@@ -238,6 +238,14 @@ WRONG = [
     (["data.source=''", "data.sources=[kk, {source: kk, reward: [3]}]"], "data.sources[1].reward must be names of"),
     (["data.source=''", "data.sources=[kk]", "reward.functions=[]"], "data.sources[0].reward and reward.functions are"),
     (["data.source=''", "data.sources=[kk]", "data.eval_source=math"], "data.eval_source must be auto or none with"),
+    (
+        [
+            "data.source=''",
+            "data.sources=[{source: kk, reward: score}]",
+            "reward.functions=['/x/a.py:score', '/x/b.py:score']",
+        ],
+        "data.sources: reward=score could be each of /x/a.py:score, /x/b.py:score: give its file too",
+    ),
     (["reward.functions=[3]"], "reward.functions[0] must be a name or {name: ...}, got 3"),
     (["reward.functions=[{nam: kk}]"], "reward.functions: an entry takes name, weight, kwargs, not nam"),
     (["model.path=/no/such/folder"], "model.path=/no/such/folder is not a folder"),
@@ -743,6 +751,26 @@ def test_functions_and_sources_are_given_by_name_alone_on_the_command_line_and_i
     assert list(config.data.parts) == ["kk_tiny", "sums"] and config.data.parts["kk_tiny"].held_out == "kk_tiny"
     assert config.data.parts["sums"].source == str(tmp_path / "sums.jsonl")
     assert [config.rewards_of(name) for name in config.data.parts] == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("functions", "rewards", "scored_by"),
+    [
+        ("[]", ["gsm8k", "/x/my.py:gsm8k"], [["gsm8k"], ["/x/my.py:gsm8k"]]),
+        ("[]", ["/x/my.py:gsm8k", "gsm8k"], [["/x/my.py:gsm8k"], ["gsm8k"]]),
+        ("[/x/my.py:gsm8k]", ["gsm8k", "/x/my.py:gsm8k"], [["gsm8k"], ["/x/my.py:gsm8k"]]),
+        ("[/x/a.py:score, /x/b.py:f]", ["score", "f"], [["/x/a.py:score"], ["/x/b.py:f"]]),
+        ("[]", ["score", "/x/a.py:score"], [["/x/a.py:score"], ["/x/a.py:score"]]),
+    ],
+)
+def test_a_source_is_scored_by_what_its_reward_names_and_by_nothing_else(functions, rewards, scored_by):
+    sources = ", ".join(
+        f"{{source: {name}.jsonl, reward: '{reward}'}}" for name, reward in zip("ab", rewards, strict=True)
+    )
+    config = load_config(["data.source=''", f"data.sources=[{sources}]", f"reward.functions={functions}"])
+    for again in (config, dataclasses.replace(config)):  # full names mean themselves
+        found = [[again.reward.functions[index].name for index in again.rewards_of(name)] for name in "ab"]
+        assert found == scored_by
 
 
 def test_a_folder_that_is_called_like_a_data_set_is_not_taken_for_it(tmp_path, monkeypatch):

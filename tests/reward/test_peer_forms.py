@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
+from infsample_rl.config.reward import RULES
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.reward import rule_data_source, rule_think_format
 from infsample_rl.reward.checks import check_reward_functions
-from infsample_rl.reward.functions import RULES
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Completion, Episode
 
