@@ -1,8 +1,7 @@
 """What is wrong with reward functions, found before a run starts: the functions themselves, and the columns that they
 read, held against the rows.
 
-A rule names its columns itself (NEEDS of its module), a judge in its prompt, a function of TRL's form by its
-parameters; the other forms take what is there.
+A rule names its columns itself (NEEDS of its module), a judge in its prompt, a user's function by its parameters.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ def check_columns(
             name, sets = needs[index]
             lacking = {each.row: missing for each in own if (missing := _missing(name, sets, each.columns))}
             if lacking:
-                raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}")
+                hint = "; a function that does without gives it a default" if kind_of(name) == "user" else ""
+                raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}{hint}")
 
 
 def check_environment_columns(

@@ -33,6 +33,7 @@ GIVEN = {  # the first name is the one that tells the form
     "openrlhf": ("queries", "prompts", "labels"),
 }
 OF_TRL = ("trl", "environments")
+ANSWERS = ("ground_truth", "ground_truths", "labels")  # parameters of the other forms that are a row's answer
 _FORMS = (
     "(prompts, completions, **columns) as for TRL, (data_source, solution_str, ground_truth, extra_info) as for verl, "
     "or (queries, prompts, labels) as for OpenRLHF"
@@ -62,9 +63,10 @@ def form_of(label: str, function: Function, kwargs: dict[str, Any]) -> str:
 
 
 def columns_of(form: str, function: Function, kwargs: dict[str, Any]) -> list[str]:
-    """The columns that a function takes by name: parameters of TRL's form that nothing else gives."""
+    """The columns that a function needs: parameters of TRL's form that nothing else gives, and the answer where another
+    form's function cannot be called without."""
     if form not in OF_TRL:
-        return []
+        return ["answer"] if any(name in ANSWERS and name not in kwargs for name in _required(function)) else []
     return [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
 
 

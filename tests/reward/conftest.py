@@ -13,6 +13,15 @@ def brevity(prompts, completions, **columns):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
     return {"score": float(solution_str == ground_truth) + bonus, "acc": 1.0}
 
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [1.0] * len(solution_strs)
+
+def reward_func(queries, prompts, labels):
+    return [1.0]
+
+def needs_no_answer(data_source, solution_str, ground_truth=None, extra_info=None):
+    return 1.0
+
 def huge(data_source, solution_str, ground_truth, extra_info):
     return 1e200 if solution_str == "a" else 1.0
 

@@ -130,6 +130,14 @@ def check_rows(tmp_path, rows, *names):
         ),
         ("kk", [{"names": ["A"]}], "'answer' (or names and solution), which no row of"),
         ("reasoning_gym", [{"answer": "1", "task": "x"}], "'entry', which no row of"),
+        (
+            "FILE:compute_score",
+            [{"label": "1"}],
+            "'answer', which no row of FOLDER/rows.jsonl has; the columns are question, label; data.answer_field names "
+            "the field that holds it; a function that does without gives it a default",
+        ),
+        ("FILE:compute_scores", [{"label": "1"}], "'answer', which no row of"),
+        ("FILE:reward_func", [{"label": "1"}], "'answer', which no row of"),
         ("data_source", [{"answer": "1"}], "'data_source', which no row of"),
     ],
 )
@@ -157,3 +165,8 @@ def test_columns_that_an_environment_needs_must_be_in_every_row(tmp_path):
 def test_columns_that_are_there_or_come_from_kwargs_pass(tmp_path, user_file):
     check_rows(tmp_path, [{"level": None, "answer": "2"}], "math", f"{user_file}:needs_level", f"{user_file}:brevity")
     check_rows(tmp_path, [{"names": ["A"], "solution": [True]}], "kk", f"{user_file}:compute_score")
+    check_rows(tmp_path, [{"label": "1"}], f"{user_file}:needs_no_answer")
+    verl = {"reward_model": {"style": "rule", "ground_truth": "1"}}
+    check_rows(
+        tmp_path, [verl], *(f"{user_file}:{name}" for name in ("compute_score", "compute_scores", "reward_func"))
+    )
