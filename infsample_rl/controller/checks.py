@@ -40,7 +40,7 @@ from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
 from infsample_rl.model.weight_slices import check_weights
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.files import write_atomically
-from infsample_rl.observe.trackers.trackers import check_trackers
+from infsample_rl.observe.trackers.trackers import check_trackers, reach_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.placement import Node, refusal, total_cpus
@@ -82,7 +82,9 @@ def prepare(config: Config, inputs: Inputs | None = None) -> Start:
     try:
         if lock is None:
             checkpoints.check_new_folder(run_dir)
-        return _prepare(config, inputs, run_dir, lock)
+        start = _prepare(config, inputs, run_dir, lock)
+        reach_trackers(config)  # the last: it may take a while
+        return start
     except BaseException:
         if lock is not None:
             lock.close()

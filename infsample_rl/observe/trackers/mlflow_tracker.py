@@ -10,11 +10,16 @@ import dataclasses
 import importlib.util
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infsample_rl.config import Config
 from infsample_rl.types import MaybeNone
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 WITH_SAMPLES = ("completions.jsonl", "report.html")
 LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
@@ -32,6 +37,12 @@ def check_mlflow(uri: str) -> None:
         )
 
 
+def reach_mlflow(uri: str) -> None:
+    """ValueError, in one line, for a place that does not answer."""
+    with _refused(uri):
+        _client_of(uri).search_experiments(max_results=1)
+
+
 class MlflowTracker:
     """A run of the experiment logging.wandb_project at the tracking URI logging.mlflow; its id is in run_dir/mlflow_id.
 
@@ -40,18 +51,12 @@ class MlflowTracker:
     """
 
     def __init__(self, config: Config, run_dir: Path, kept_id: str | None) -> None:
-        for name, value in PATIENCE.items():
-            os.environ.setdefault(name, value)
-        from mlflow import MlflowClient
-
         self.said: list[str] = []
-        self._run_dir, self._uri = run_dir, config.logging.mlflow
+        self._run_dir, self._uri = run_dir, str(config.logging.mlflow)
         self._uploads_completions = config.logging.upload_completions
-        try:
-            self._client: MlflowClient | MaybeNone = MlflowClient(tracking_uri=self._uri)
+        with _refused(self._uri):
+            self._client: MlflowClient | MaybeNone = _client_of(self._uri)
             self._run_id = self._start(config, kept_id)
-        except Exception as error:  # MLflow's own, requests', SQLAlchemy's: whatever it is, the place cannot be used
-            raise ValueError(f"logging.mlflow={self._uri} cannot be used: {_one_line(error)}") from error
         self.place = f"MLflow: run {self._run_id} at {self._uri}"
 
     def _start(self, config: Config, run_id: str | None) -> str:
@@ -93,6 +98,23 @@ class MlflowTracker:
         except Exception as error:  # a tracker must not end a run, whatever its place answers
             self._client = None
             self.said.append(f"MLflow gets no more of this run, metrics.jsonl has all of it: {_one_line(error)}")
+
+
+def _client_of(uri: str) -> MlflowClient:
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient  # slow to import
+
+    return MlflowClient(tracking_uri=uri)
+
+
+@contextmanager
+def _refused(uri: str) -> Iterator[None]:
+    """What fails in it as one line."""
+    try:
+        yield
+    except Exception as error:  # MLflow's own, requests', SQLAlchemy's: whatever it is, the place cannot be used
+        raise ValueError(f"logging.mlflow={uri} cannot be used: {_one_line(error)}") from error
 
 
 def mlflow_name(name: str) -> str:

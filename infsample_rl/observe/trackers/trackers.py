@@ -33,11 +33,22 @@ def kept_id(path: Path, start_step: int) -> str | None:
 def check_trackers(config: Config) -> str:
     """ValueError for a tracker that cannot be had. The mode of W&B: online, offline or disabled."""
     from infsample_rl.observe.trackers.mlflow_tracker import check_mlflow
-    from infsample_rl.observe.trackers.wandb_tracker import wandb_mode
+    from infsample_rl.observe.trackers.wandb_tracker import check_project, wandb_mode
 
     if config.logging.mlflow is not None:
         check_mlflow(config.logging.mlflow)
-    return wandb_mode(config.logging.wandb)
+    mode = wandb_mode(config.logging.wandb)
+    if mode != "disabled":
+        check_project(config.logging.wandb_project)
+    return mode
+
+
+def reach_trackers(config: Config) -> None:
+    """ValueError for a server that a run needs and that does not answer; W&B's is none, it goes offline."""
+    from infsample_rl.observe.trackers.mlflow_tracker import reach_mlflow
+
+    if config.logging.mlflow is not None:
+        reach_mlflow(config.logging.mlflow)
 
 
 def import_ahead(config: Config) -> None:

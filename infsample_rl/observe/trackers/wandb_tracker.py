@@ -17,6 +17,7 @@ from infsample_rl.observe.metric_names import GROUPS
 # of the public server, the older name and the one since 0.31
 PUBLIC_SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
+LONGEST_PROJECT, NOT_IN_PROJECT = 128, "/\\#?%:"  # W&B's own bounds of a project's name
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
 COMPLETION_COLUMNS = [
     "step", "prompt_index", "sample_index", "prompt", "response", "reward", "components", "advantage", "length",
@@ -49,6 +50,15 @@ def has_wandb_key() -> bool:
     return any(filter(None, map(get_netrc_auth, [own] if own else PUBLIC_SERVERS)))
 
 
+def check_project(name: str) -> None:
+    """ValueError for a project that W&B would refuse once everything has started."""
+    if len(name) > LONGEST_PROJECT or set(name) & set(NOT_IN_PROJECT):
+        raise ValueError(
+            f"logging.wandb_project must be up to {LONGEST_PROJECT} characters without any of {NOT_IN_PROJECT}, got "
+            f"{name!r}; for a team set WANDB_ENTITY"
+        )
+
+
 class WandbTracker:
     """A W&B run, with its files in run_dir/wandb, its id in run_dir/wandb_id, and nothing of its own on the console."""
 
@@ -75,7 +85,7 @@ class WandbTracker:
 
 def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[Any, str]:
     """Start a W&B run, silent, online with a bounded wait for the server, or offline. Returns it and, when online did
-    not work and it went offline, the reason (else "")."""
+    not work and it went offline, the reason (else ""). ValueError where offline does not work either."""
     import wandb
 
     def init(mode: Any) -> Any:
@@ -92,14 +102,15 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
         return wandb.init(mode=mode, settings=settings, **place, **known)
 
     reason = ""
-    try:
-        run = init(mode)
-    except wandb.errors.Error as error:
-        if mode == "offline":
-            raise
-        reason = str(error).splitlines()[0]
-        wandb.teardown()  # the failed run still holds the id
-        run = init("offline")
+    for each in dict.fromkeys((mode, "offline")):
+        try:
+            run = init(each)
+            break
+        except wandb.errors.Error as error:
+            reason = str(error).splitlines()[0]
+            wandb.teardown()  # the failed run still holds the id
+    else:
+        raise ValueError(f"logging.wandb={mode} cannot be used: {reason}; logging.wandb=disabled does without W&B")
     # The step is a value like any other: after a resume, rows given as step= that are older than the last one are
     # dropped.
     run.define_metric("step", hidden=True)

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller.checks import prepare
+
 needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install -e .[mlflow]")
 
 
@@ -55,3 +58,11 @@ def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, 
 def test_a_server_that_is_not_there_is_refused_at_start(log_run, tmp_path):
     with pytest.raises(ValueError, match="logging.mlflow=http://127.0.0.1:9 cannot be used: "):
         log_run(tmp_path / "run", range(1, 2), mlflow="http://127.0.0.1:9")
+
+
+@needs_mlflow
+def test_a_server_that_is_not_there_is_refused_before_there_is_a_run_folder(tmp_path):
+    config = load_config([f"run.dir={tmp_path / 'run'}", "logging.mlflow=http://127.0.0.1:9"])
+    with pytest.raises(ValueError, match="logging.mlflow=http://127.0.0.1:9 cannot be used: "):
+        prepare(config)
+    assert list(tmp_path.iterdir()) == []

@@ -78,6 +78,25 @@ def test_offline_file_has_every_group_over_step_and_a_table(offline, log_run, tm
     assert "table-file" in json.dumps(table)
 
 
+@pytest.mark.parametrize("project", ["team/project", "50%", "p" * 129])
+def test_a_project_that_wandb_would_refuse_is_refused_before_anything_is_written(offline, log_run, tmp_path, project):
+    with pytest.raises(ValueError, match=r"logging.wandb_project must be up to 128 characters without any of .*, got"):
+        log_run(tmp_path / "run", range(1, 2), wandb="offline", wandb_project=project)
+    assert not (tmp_path / "run").exists()
+    log_run(tmp_path / "run", range(1, 2), wandb="disabled", wandb_project=project)
+
+
+def test_whatever_else_wandb_refuses_is_one_line(offline, log_run, tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("no\nmore")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ValueError, match="^logging.wandb=offline cannot be used: no; logging.wandb=disabled does"):
+        log_run(tmp_path, range(1, 2), wandb="offline")
+
+
 def test_online_run_reports_to_the_server_and_a_resumed_one_goes_on_under_its_id(recorder, log_run, tmp_path):
     log_run(tmp_path, range(1, 4), wandb="online")
     run_id = (tmp_path / "wandb_id").read_text().strip()
