@@ -67,27 +67,40 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
-    """The runs of these overrides, one after another, each a process of its own; the first that fails is the last.
-    ConfigError, before any begins, where one cannot be composed."""
+    """The runs of these overrides, one after another, each a process of its own; the code of the first that fails,
+    after the others. A signal ends the run that is there, and begins no other. ConfigError, before any begins, where
+    one cannot be composed."""
     from infsample_rl.config.loading import load_config
 
-    folder = {str(load_config(overrides, config_dir).run.dir) for overrides in jobs}.pop()
+    folder = [load_config(overrides, config_dir).run.dir for overrides in jobs][0]
     flags = [] if config_dir is None else ["--config-dir", config_dir]
     sent: list[int] = []  # signals that end this run and those after it
-    for number, overrides in enumerate(jobs):
-        own = [override for override in overrides if not override.startswith("run.dir=")]
-        print(f"run {number + 1} of {len(jobs)}: {' '.join(own)}", flush=True)
-        run = subprocess.Popen([sys.executable, "-m", "infsample_rl.main", *flags, *own, f"run.dir={folder}/{number}"])
+    failed: dict[str, int] = {}
+    try:
+        for number, overrides in enumerate(jobs):
+            own = [override for override in overrides if not override.startswith("run.dir=")]
+            name, settings = f"run {number + 1} of {len(jobs)}", " ".join(own)
+            print(f"{name}: {settings}", flush=True)
+            command = [sys.executable, "-m", "infsample_rl.main", *flags, *own, f"run.dir={folder}/{number}"]
+            run = subprocess.Popen(command)
 
-        def end(number: int, _frame: object, run: subprocess.Popen[bytes] = run) -> None:
-            sent.append(number)
-            run.terminate()
+            def end(number: int, _frame: object, run: subprocess.Popen[bytes] = run) -> None:
+                sent.append(number)
+                run.terminate()
 
-        take_over(end)  # the run ends in order by itself
-        code = run.wait()
-        if code != 0 or sent:
-            return code
-    return 0
+            take_over(end)  # the run ends in order by itself
+            code = run.wait()
+            if sent:
+                return code
+            if code != 0:
+                failed[f"{name} failed (exit {code}): {settings}"] = code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        run.wait()  # the terminal has told it too
+        return 130
+    finally:
+        print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr)
+    return next(iter(failed.values()), 0)
 
 
 def train(config) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -713,6 +714,37 @@ def test_a_multirun_is_a_run_for_every_value():
     ]
     with pytest.raises(ConfigError, match="rollout.slots=1,2 gives several values: -m runs one after another"):
         load_config(["rollout.slots=1,2"])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "code", "begun", "failed"),
+    [
+        ("1,2,3", 0, "123", []),
+        ("7,1,8", 7, "718", ["run 1 of 3 failed (exit 7): run.seed=7", "run 3 of 3 failed (exit 8): run.seed=8"]),
+        ("7,0,1", 130, "70", ["run 1 of 3 failed (exit 7): run.seed=7"]),  # Ctrl-C in the second
+    ],
+)
+def test_a_multirun_goes_on_after_a_run_that_fails_and_ends_with_ctrl_c(
+    tmp_path, monkeypatch, capfd, seeds, code, begun, failed
+):
+    interpreter = tmp_path / "python"
+    interpreter.write_text(
+        "#!/bin/sh\n"
+        "for word; do case $word in run.seed=*) seed=${word#*=};; run.dir=*) folder=${word#*=};; esac; done\n"
+        f"echo $seed $folder >> {tmp_path}/begun\n"
+        "case $seed in 0) kill -INT $PPID; exit 130;; 7|8) exit $seed;; esac\n"
+    )
+    interpreter.chmod(0o755)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    try:
+        assert main(["-m", f"run.seed={seeds}", f"run.dir={tmp_path}/out"]) == code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    lines = (tmp_path / "begun").read_text().splitlines()
+    assert lines == [f"{seed} {tmp_path}/out/{number}" for number, seed in enumerate(begun)]
+    assert capfd.readouterr().err.splitlines() == failed
 
 
 def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypatch):
