@@ -11,6 +11,7 @@ import yaml
 
 from infsample_rl.config import Config
 from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import ConfigError
 from infsample_rl.config.removed import without_removed
 from infsample_rl.controller.checkpoints import checkpoints
 
@@ -23,6 +24,8 @@ SAMPLING_ALONE = (
     "rollout.prefix_tokens=null",
     "objective.advantage=mean_only",
     "run.max_staleness=0",
+    # nothing is trained, so that no row has to hold what is sampled
+    *(f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")),
 )
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -79,7 +82,6 @@ def answering_config(checkpoint: str, overrides: list[str], *, rows: int, max_ne
     ours += [f"rollout.group_size={rows}", f"rollout.slots={rows}", f"rollout.prompts_at_once={prompts}"]
     ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null", "rollout.micro_group_size=1"]
     ours += [f"rollout.max_new_tokens={max_new_tokens}", "objective.overlong_buffer_tokens=0"]
-    ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
     ours += ["rollout.engine=native", "rollout.tensor_parallel=1"]  # whatever sampled in the run
     if run_dir is None:
         ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
@@ -100,7 +102,13 @@ def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
         experiment = Path(folder) / "experiment" / "run.yaml"
         experiment.parent.mkdir()
         experiment.write_text(f"# @package _global_\n{kept}")
-        return load_config(["+experiment=run", *overrides], folder)
+        try:
+            return load_config(["+experiment=run", *overrides], folder)
+        except ConfigError as error:
+            if run_dir is None:
+                raise
+            written = rf"\S*{Path(folder).name}/experiment/run\.yaml"  # relative to the current folder, where below it
+            raise ConfigError(re.sub(written, lambda _: f"{run_dir}/config.yaml", str(error))) from None
 
 
 def _read(path: Path) -> str:

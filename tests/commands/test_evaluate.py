@@ -145,6 +145,7 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
 
     assert config().run.eval_prompts == evaluate.ALL_PROBLEMS and config("run.eval_prompts=7").run.eval_prompts == 7
     assert config("++data.source=math").data.eval_source == "math"
+    assert config("rollout.max_new_tokens=32768").rollout.max_new_tokens == 32768, "nothing is trained"
     (tmp_path / "latest").symlink_to(checkpoint)
     assert config(folder=str(tmp_path / "latest")).data.eval_source == str(data)
     (run / "checkpoints" / "step_000001" / "driver_state.json").write_text("{}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_damaged_config_is_named(run, content):
     (run / "config.yaml").write_bytes(content)
     with pytest.raises(ValueError, match="run/config.yaml cannot be read"):
         load_run_config(run, [])
+
+
+def test_a_setting_of_the_run_is_blamed_on_the_runs_own_file(run, monkeypatch):
+    settings = "model: {path: /m}\ndata: {source: a.jsonl}\nreward: {functions: [math]}\n"
+    (run / "config.yaml").write_text(settings + "rollout: {max_new_tokens: 64}\n")
+    for folder in (run, tempfile.gettempdir()):  # what lies below the current folder is named from there
+        monkeypatch.chdir(folder)
+        with pytest.raises(ValueError, match=f"; {run}/config.yaml sets rollout.max_new_tokens$"):
+            load_run_config(run, ["learner.max_tokens_per_micro_batch=16"])
 
 
 def test_replay_refuses_what_is_recorded(run):
