@@ -16,7 +16,7 @@ from infsample_rl.data.fields import RAW_ANSWER, Problem
 from infsample_rl.data.rows import first_rows
 from infsample_rl.reward.functions import IN_PROCESSES, kind_of
 from infsample_rl.reward.hidden_values import hide_values_of
-from infsample_rl.reward.judge import check_judge
+from infsample_rl.reward.judge import check_judge, criteria_column
 from infsample_rl.reward.process_pool import FunctionProcess
 
 Needs = list[list[str]]  # sets of columns, of which a row has to have one whole; none: nothing is read
@@ -72,6 +72,24 @@ def check_columns(
             if lacking:
                 hint = "; a function that does without gives it a default" if kind_of(name) == "user" else ""
                 raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}{hint}")
+            function = config.reward.functions[index]
+            if isinstance(function, JudgeConfig):
+                _check_criteria(function, own, label)
+
+
+def _check_criteria(judge: JudgeConfig, problems: list[Problem], label: str) -> None:
+    """ValueError for rows whose column of criteria is no list of any: such a judge would give no verdict."""
+    column = criteria_column(judge)
+    if column is None:
+        return
+    given = {each.row: each.columns.get(column) for each in problems}
+    wrong = [row for row, criteria in given.items() if not isinstance(criteria, list) or not criteria]
+    if wrong:
+        raise ValueError(
+            f"reward.functions: judge: the column {column!r} of its criteria must be a list of one or more, got "
+            f"{given[wrong[0]]!r:.60} in row {wrong[0]} of {label}; {len(wrong)} of {len(problems)} rows are so "
+            f"({first_rows(wrong)})"
+        )
 
 
 def check_environment_columns(

@@ -83,7 +83,7 @@ def read_prompt(judge: JudgeConfig) -> str:
 def columns_of(judge: JudgeConfig) -> list[str]:
     """The columns that it reads of a row."""
     named = [name for name in PLACEHOLDER.findall(read_prompt(judge)) if name not in OWN_NAMES[judge.form]]
-    return list(dict.fromkeys([*named, *filter(None, (judge.against, _criteria_column(judge)))]))
+    return list(dict.fromkeys([*named, *filter(None, (judge.against, criteria_column(judge)))]))
 
 
 def check_judge(judge: JudgeConfig) -> list[list[str]]:
@@ -216,7 +216,7 @@ class Judge:
         return await self._ask(shown, RUBRIC_END, lambda text: _share_met(text, len(criteria)), asked)
 
     def _criteria(self, prompt: Prompt) -> list[str]:
-        column = _criteria_column(self._judge)
+        column = criteria_column(self._judge)
         criteria = self._judge.criteria if column is None else prompt.columns.get(column)
         if not isinstance(criteria, list) or not criteria:
             raise NoVerdict(f"gave no verdict: the column {column!r} is no list of criteria")
@@ -290,7 +290,7 @@ def _or_raise(found: float | BaseException) -> float:
     return found
 
 
-def _criteria_column(judge: JudgeConfig) -> str | None:
+def criteria_column(judge: JudgeConfig) -> str | None:
     """The column that holds the criteria, where `criteria` names one."""
     named = PLACEHOLDER.fullmatch(judge.criteria[0]) if len(judge.criteria) == 1 else None
     return None if named is None else named[1]

@@ -8,6 +8,7 @@ import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.config.reward import JudgeConfig
 from infsample_rl.data.sources import load_problems
 from infsample_rl.reward.checks import check_columns, check_environment_columns, check_reward_functions
 from infsample_rl.reward.functions import component_names
@@ -147,6 +148,19 @@ def test_columns_that_a_function_needs_must_be_in_every_row(tmp_path, user_file,
         check_rows(tmp_path, rows, "think_format", name)
     text = message.replace("FOLDER", f"data.source={tmp_path}")
     assert str(caught.value).startswith(f"reward.functions: {name} needs the column ") and text in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", ["short", []])
+def test_a_column_of_criteria_is_a_list_of_some(tmp_path, wanted):
+    (tmp_path / "ask.md").write_text("{response} {criteria}")
+    told = {"url": "http://127.0.0.1:9/v1", "model": "m", "prompt": str(tmp_path / "ask.md")}
+    config, problems = rows_of(tmp_path, [{"wanted": ["short"]}, {"wanted": wanted}], "think_format")
+    judge = JudgeConfig(name="judge", form="rubric", criteria=["{wanted}"], **told)
+    config = replace(config, reward=RewardConfig(functions=[judge]))
+    said = r"the column 'wanted' of its criteria must be a list of one or more, got .* in row 2 of data.source=.* \(2\)"
+    with pytest.raises(ValueError, match=said):
+        check_columns(config, [("judge", [["wanted"]])], problems)
+    check_columns(config, [("judge", [["wanted"]])], {"": problems[""][:1]})
 
 
 def test_the_question_is_a_column_as_the_others(tmp_path, user_file):
