@@ -47,13 +47,13 @@ class DataConfig:
         "several sources in place of data.source, e.g. `[{source: kk, weight: 2, reward: kk}, {source: sums.jsonl, "
         "reward: my_rewards.py:score}]`",
     )
-    split: str = setting("train", "split of a hub data set")
+    split: str = setting("train", "split of a hub data set; a slice, `train[:1000]`, of a file too")
     eval_source: str | None = setting(
         "auto",
         "held-out problems, given like data.source; auto: the test half of gsm8k, math, kk, kk_tiny, reasoning_gym, "
         "else none; none: no evaluation",
     )
-    eval_split: str = setting("test", "split of a hub data set for evaluation")
+    eval_split: str = setting("test", "data.split of held-out problems")
     prompt_field: str | None = setting(None, "field of the question; none: found (question, problem, prompt, quiz)")
     answer_field: str | None = setting(
         None, "field the reward functions get as `answer`; none: found (answer, solution, ...)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def load_problems(data: DataConfig, *, evaluation: bool, limit: int | None = Non
         origin, fields = HUB_NAMES[source]
         rows = hub_rows(origin, split, label=label, splits_are_configs=source == "kk")
     elif is_file(source):
-        rows = read_rows(Path(source), label)
+        rows = slice_of(read_rows(Path(source), label), split, label)
     else:
         rows = hub_rows(source, split, label=label)
     if not rows:
@@ -65,6 +66,21 @@ def is_file(source: str) -> bool:
     if Path(source).exists():
         return Path(source).is_file()
     return source.startswith(("/", "./", "../")) or source.lower().endswith((*FILE_SUFFIXES, ".csv", ".txt"))
+
+
+def slice_of(rows: list[Row], split: str, label: str) -> list[Row]:
+    """The rows of a file that a split in `datasets`' words takes, "train[:1000]" or "train[:5%]+train[-5%:]"; a file is
+    one split, whatever it is called. ValueError for what cannot be read so."""
+    if not re.search(r"\W", split):
+        return rows
+    import datasets  # slow to import, and a whole file needs it not
+
+    lengths = dict.fromkeys(re.findall(r"(?:^|\+)\s*(\w+)", split), len(rows))
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{label}: its split {split!r} is no slice, as train[:1000]: {one_line(error)}") from None
+    return [row for part in parts for row in rows[part.from_ : part.to]]
 
 
 def _refuse_idle_fields(data: DataConfig) -> None:

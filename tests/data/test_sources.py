@@ -53,6 +53,24 @@ def message_of(source: str, **settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [("test", "12345"), ("train[:2]", "12"), ("validation[-20%:]", "5"), ("train[:1]+train[3:]", "145")],
+)
+def test_a_slice_of_a_file_is_taken_as_datasets_takes_it(tmp_path, split, rows):
+    source = jsonl(tmp_path / "a.jsonl", [GOOD] * 5)
+    assert "".join(str(problem.row) for problem in load(source, split=split)) == rows
+    held_out = DataConfig(source="kk", eval_source=source, eval_split=split)
+    assert len(load_problems(held_out, evaluation=True)) == len(rows)
+
+
+@pytest.mark.parametrize("split", ["train[:x]", "train[0.5:]", "[:2]"])
+def test_a_split_of_a_file_that_is_no_slice_is_refused(tmp_path, split):
+    source = jsonl(tmp_path / "a.jsonl", [GOOD] * 5)
+    said = f"data.source={source}: its split {split!r} is no slice, as train[:1000]: "
+    assert message_of(source, split=split).startswith(said)
+
+
 def test_raw_gsm8k_rows_yield_the_answer_after_the_hashes_without_commas(tmp_path):
     solution = "He has <<500*2=1000>>1000 + 42.\n#### 1,042"
     source = jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": solution}])
