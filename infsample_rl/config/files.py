@@ -21,12 +21,16 @@ def check_experiments(overrides: list[str], config_dir: str | None) -> None:
         path = Path(config_dir or ".") / "experiment" / f"{name}.yaml"
         if config_dir is None or not path.is_file():
             continue
+        try:
+            is_global = _is_global(path)
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8: save it in that encoding") from None
         content = _content(path)
         if content is None:
             content = {}
         if not isinstance(content, dict):
             raise ConfigError(f"{path} must be sections of settings, got a {type(content).__name__}")
-        if IS_GLOBAL not in path.read_text():
+        if not is_global:
             raise ConfigError(f"{path}: the first line must be `{PACKAGE_LINE}`, or none of its settings counts")
         for section in SECTIONS.keys() & content.keys():
             _check_section(section, content[section], path)
@@ -98,7 +102,7 @@ def _files_of(group: str, choice: str, folders: list[Any]) -> Iterator[Path]:
 def _settings_in(path: Path) -> set[str]:
     """Names of all settings that a file gives; none of one that is missing or no YAML."""
     content = _content(path)
-    sections = content if content and IS_GLOBAL in path.read_text() else {path.parent.name: content}
+    sections = content if content and _is_global(path) else {path.parent.name: content}
     if not isinstance(sections, dict):
         return set()
     return {f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, dict) for key in keys}
@@ -107,7 +111,11 @@ def _settings_in(path: Path) -> set[str]:
 def _top_of(path: Path) -> set[str]:
     """What a file of whole settings has at its top: sections, and what is none."""
     content = _content(path)
-    return set(map(str, content)) if isinstance(content, dict) and IS_GLOBAL in path.read_text() else set()
+    return set(map(str, content)) if isinstance(content, dict) and _is_global(path) else set()
+
+
+def _is_global(path: Path) -> bool:
+    return IS_GLOBAL in path.read_text(encoding="utf-8")
 
 
 def _content(path: Path) -> Any:
@@ -115,7 +123,7 @@ def _content(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

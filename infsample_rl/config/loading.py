@@ -76,7 +76,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
     except (HydraException, OmegaConfBaseException) as error:
         line = _one_line(error, overrides)
         raise ConfigError(line + where_written(line.split(" ")[0].rstrip(":"), overrides, config_dir)) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("a file of the config folders is not YAML: " + " ".join(str(error).split())) from None
 
 

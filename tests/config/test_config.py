@@ -662,13 +662,14 @@ OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
         (OWN + "defaults: [{model: kk_tiny}]", "{}: its defaults must say `override /model: kk_tiny`, got `model: kk"),
         (OWN + "defaults: [{override model: kk_tiny}]", "must say `override /model: kk_tiny`, got `override model: kk"),
         (OWN + "defaults: [{override /model: kk}]", "{}: override /model: kk: there is no such choice; there are"),
+        (OWN + "run: {name: \udce4}", "{} is not UTF-8"),
         (OWN + "rollout:\n slots: 3\n  x: 4", 'mapping values are not allowed here in "{}", line 6'),
     ],
 )
 def test_a_mistake_in_ones_own_file_names_the_file(text, said, tmp_path):
     path = tmp_path / "experiment" / "mine.yaml"
     path.parent.mkdir()
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as refused:
         load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
     assert said.format(path) in str(refused.value)
