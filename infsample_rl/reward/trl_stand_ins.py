@@ -83,7 +83,7 @@ class Recorded:
         return Recorded(f"{self._name}()", self._of, args, kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return Recorded(f"{self._name}[{key!r}]", self, (), {})
+        return Recorded(f"{self._name}[{key!r}]", self, (key,), {})
 
     def __iter__(self) -> Any:
         return iter(())

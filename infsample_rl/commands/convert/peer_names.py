@@ -48,6 +48,7 @@ BY_CODE: dict[str, dict[str, str]] = {
     "TRL": {
         "dataset_name": "data.source",
         "dataset_config": "data.source=NAME:CONFIG",
+        "eval_dataset": "data.eval_source",
         "max_prompt_length": "data.max_prompt_tokens; data.long_prompts says what happens to longer ones",
         "max_completion_length": "rollout.max_new_tokens",
         "per_device_train_batch_size": f"{BATCH}; micro batches are {MICRO}",

@@ -11,6 +11,7 @@ from typing import Any
 
 from infsample_rl.commands.convert.conversion import SCHEDULES, SECRET, Conversion, Row
 from infsample_rl.commands.convert.recording import read_yaml, trainer_of, words_of
+from infsample_rl.commands.convert.trl_script import COLUMNS, settings_of
 from infsample_rl.commands.convert.values import (
     choose,
     dictionary,
@@ -24,13 +25,12 @@ from infsample_rl.commands.convert.values import (
 from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.config.reward import ENVIRONMENT
+from infsample_rl.data.sources import is_file
 from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
 OWN_TRAINER = "Trainer"  # a class of the script's own
 REWARDED = "get_reward of environment_factory"  # among its settings: whether there is one
-COLUMNS = "rows that the script makes"  # among its settings, until they are in a file
-TRAINER = ("model", "reward_funcs", "args", "train_dataset")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 SCALES = {"group": "std", True: "std", "none": "mean_only", False: "mean_only"}
@@ -46,6 +46,8 @@ ROWS = (
     Row("fp16", "model.dtype", lambda on: "float16" if truth(on) else None),
     Row("dtype", "model.dtype", lambda name: str(name) if "float16" in str(name) else None),
     Row("dataset_train_split", "data.split", str, "train"),
+    Row("dataset_test_split", "data.eval_split", str, "test", "eval_strategy"),
+    Row("processing_class", "model.tokenizer_path", local_path),
     Row("chat_template_kwargs", "data.chat_template_kwargs", dictionary),
     Row("eval_strategy", "run.eval_prompts", lambda _: ALL_PROBLEMS, "no", "eval_strategy"),
     Row("max_prompt_length", "data.long_prompts", lambda longest: "truncate"),
@@ -79,7 +81,8 @@ WITHOUT_EFFECT = (
     "use_vllm vllm_* per_device_eval_batch_size fsdp* deepspeed config config_file ddp_* multi_gpu num_machines hub_* "
     "machine_rank main_process_port mixed_precision logging_* log_* do_* tf32 use_cache attn_implementation device_map "
     "gradient_checkpointing_kwargs use_liger_kernel torch_compile* dataloader_* disable_* remove_unused_columns env "
-    "overwrite_output_dir trackio_* project resume_from_checkpoint push_to_hub num_completions_to_print lora_*"
+    "overwrite_output_dir trackio_* project resume_from_checkpoint push_to_hub num_completions_to_print lora_* "
+    "eval_steps save_steps"
 )
 
 
@@ -87,7 +90,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of TRL's, and for what is missing."""
     given, code = _read(path, arguments)
     columns, own = given.pop(COLUMNS, None), Path(f"{path.stem}_rows.jsonl").absolute()
-    rows = [line for line in code if line.startswith("train_dataset.")]
+    rows = [line for line in code if line.startswith("train_dataset")]
     if rows and not given.get("dataset_name"):
         raise ValueError(f"{path.name}: {rows[-1]}, here by --dataset_name rows.jsonl behind it")
     text = "" if given.get("dataset_name") else _as_lines(columns or {}, own)
@@ -97,10 +100,10 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     for theirs, today in (("nproc_per_node", "num_processes"), ("torch_dtype", "dtype")):
         given |= {today: given.pop(theirs)} if theirs in given else {}
     c = Conversion(given, "trl 1.16.0", ROWS, WITHOUT_EFFECT)
-    c.dropped += code
+    c.dropped += [line for line in code if not (line.startswith("eval_dataset") and c.is_off("eval_strategy"))]
     files, config = c.value("dataset_name", local_paths), c.value("dataset_config")
     files = [f"{file}:{config}" if config else file for file in files]
-    c.set_sources(files, "dataset_name", [] if c.is_off("eval_strategy") else files, "eval_strategy")
+    c.set_sources(files, "dataset_name", _held_out(c, files, code), "eval_dataset eval_strategy")
     if text:
         c.set("data.source", c.ours("data.source"), why=f"the rows that {path.name} makes, written by this command")
     prompt = c.value("max_prompt_length", lambda longest: 1024 if longest is None else positive(longest))
@@ -136,7 +139,7 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     if trainer not in ("GRPOTrainer", OWN_TRAINER):
         rloo = "; objective=rloo is RLOO here" if trainer == "RLOOTrainer" else ""
         raise ValueError(f"{script.name}: its trainer is {trainer}, and settings are read of GRPOTrainer alone{rloo}")
-    made, code = _made(record["trainer"])
+    made, code = settings_of(record["trainer"])
     own = [name for name in record["own"] if not SECRET.search(name)]  # a key stays behind, and is told of
     given = {name: value for name, value in given.items() if name not in own}
     factory = made.get("environment_factory")
@@ -147,49 +150,9 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         made[REWARDED] = True
     code += [f"{name} is a trainer of the script's own: what its methods change" for name in record["classes"]]
     if given.get("dataset_name") and not record["taken"]:  # the rows that the script makes are in it
-        code = [line for line in code if not line.startswith("train_dataset.")]
+        code = [line for line in code if not line.startswith("train_dataset")]
     given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags
     return {name: value for name, value in given.items() if name not in record["taken"]}, code
-
-
-def _made(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What a script gave its trainer, by the names of flags, and what no flag stands for."""
-    given = dict(zip(TRAINER, trainer["args"], strict=False)) | trainer["kwargs"]
-    config, lora = (given.get(name) or {"args": [], "kwargs": {}} for name in ("args", "peft_config"))
-    made = dict(zip(("output_dir",), config["args"], strict=False)) | config["kwargs"]
-    if lora["kwargs"]:
-        made |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
-        made |= {f"lora_{name.removeprefix('lora_')}": value for name, value in lora["kwargs"].items()}
-    made["model_name_or_path"] = given["model"] if isinstance(given.get("model"), str) else None
-    for call in [call for call in _calls(given.get("model")) if call["name"].endswith("from_pretrained()")]:
-        made |= {"model_name_or_path": next(iter(call["args"]), None)} | call["kwargs"]
-    functions = given.get("reward_funcs") or []
-    made["reward_funcs"] = list(map(_reward, functions if isinstance(functions, list) else [functions]))
-    made |= {name: given.get(name) for name in ("environment_factory", "tools")}
-    code = []
-    for call in _calls(given.get("train_dataset")):
-        method = call["name"].rpartition(".")[2]
-        if method == "load_dataset()":
-            data = dict(zip(("path", "name"), call["args"], strict=False)) | call["kwargs"]
-            made |= {"dataset_name": data.get("data_files", data["path"]), "dataset_config": data.get("name")}
-            made |= {"dataset_train_split": data.get("split")}
-        elif method in ("from_dict()", "from_list()") and (columns := _columns(call["args"])):
-            made[COLUMNS] = columns
-        elif method == "shuffle()":
-            code.append("shuffle() of train_dataset is not run: data.shuffle draws orders of its own from run.seed")
-        elif not method.endswith("['train']"):
-            code.append(f"train_dataset.{method} is not run: save what it makes and give the file as data.source")
-    return {name: value for name, value in made.items() if value is not None}, code
-
-
-def _columns(args: list[Any]) -> dict[str, list[Any]]:
-    """Those of Dataset.from_dict or from_list with plain values; none where it was given something else."""
-    given = args[0] if args else None
-    if isinstance(given, list) and given and all(isinstance(row, dict) for row in given):
-        given = {name: [row.get(name) for row in given] for name in given[0]}
-    if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
-        return {}
-    return given if len(set(map(len, given.values()))) == 1 else {}
 
 
 def _as_lines(columns: dict[str, list[Any]], file: Path) -> str:
@@ -215,15 +178,17 @@ def _words_of(words: list[str], flags: list[str]) -> list[str]:
     return kept
 
 
-def _reward(function: Any) -> str:
-    """A function or what a call has made by its name, a text as the model it names."""
-    name = function["name"] if isinstance(function, dict) else str(function)
-    return name if name != function or ".py:" in name or name.startswith("trl.") else f"model:{name}"
-
-
-def _calls(made: Any) -> list[dict[str, Any]]:
-    """The calls that a value is made by, the last one first."""
-    return [made, *_calls(made["of"])] if isinstance(made, dict) else []
+def _held_out(c: Conversion, files: list[str], code: list[str]) -> list[str]:
+    """Where evaluations read: of a hub data set its other split, where a script says nothing else."""
+    own = c.value("eval_dataset", local_paths)
+    if c.is_off("eval_strategy"):
+        return []
+    if own or any(line.startswith("eval_dataset") for line in code):
+        return own
+    if any(map(is_file, files)):
+        c.drop("eval_strategy", "a file has no other split; give held-out rows as data.eval_source")
+        return []
+    return files
 
 
 def _steps(c: Conversion) -> None:

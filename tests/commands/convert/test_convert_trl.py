@@ -373,3 +373,60 @@ def test_a_trainer_of_the_scripts_own_is_read_and_told_of(convert):
     found = convert("trl", "count.py", own.replace('GRPOTrainer("a/b"', 'Mine("a/b"'), "--dataset_name", "c/d")
     assert found.config.model.path == "a/b" and found.functions() == [("count.py:counted", 1.0)]
     assert found.said == "not converted: Mine is a trainer of the script's own: what its methods change\n"
+
+
+TOLD = """
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, BitsAndBytesConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+data = load_dataset("c/d", "easy")
+tokenizer = AutoTokenizer.from_pretrained("a/b")
+tokenizer.pad_token = tokenizer.eos_token
+args = GRPOConfig(eval_strategy="steps", eval_steps=4)
+GRPOTrainer("a/b", accuracy_reward, args, data["train"], MORE).train()
+"""
+FIRST = 'data["held-out"], tokenizer'
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "dropped"),
+    [
+        (FIRST, {"data.eval_source": "c/d:easy", "data.eval_split": "held-out", "model.tokenizer_path": None}, ""),
+        ("load_dataset('e/f', split='dev')", {"data.eval_source": "e/f", "data.eval_split": "dev"}, ""),
+        ("Dataset.from_dict({'prompt': ['?']})", {"data.eval_source": None}, "give a file of them as data.eval_source"),
+        ("data['test'].map(len)", {}, "eval_dataset.map() is not run: save what it makes"),
+        ("{'sums': data['test']}", {"data.eval_source": None}, "eval_dataset is made by code"),
+        (f"{FIRST}, None, [print], (None, None)", {}, "callbacks of the trainer"),
+        ("processing_class=AutoTokenizer.from_pretrained('g/h')", {"model.tokenizer_path": "g/h"}, ""),
+        ("processing_class=AutoTokenizer.from_pretrained('a/b', eos_token='.')", {}, "eos_token of processing_class"),
+        ("processing_class=object()", {}, "processing_class is made by code"),
+        ("peft_config=LoraConfig()", {"learner.lora_rank": 8, "learner.lora_alpha": 8.0}, ""),
+        ("peft_config=object()", {"learner.lora_rank": 0}, "peft_config of the trainer"),
+    ],
+)
+def test_everything_that_a_script_gives_its_trainer_is_read_or_told_of(convert, more, settings, dropped):
+    found = convert("trl", "told.py", TOLD.replace("MORE", more))
+    assert found.has(settings) == settings
+    assert dropped in found.said and found.code == (3 if dropped else 0), found.said
+
+
+def test_keywords_of_a_trainer_that_nothing_here_stands_for_are_told(convert):
+    names = "callbacks optimizers quantization_config reward_processing_classes rollout_func new_keyword".split()
+    found = convert(
+        "trl", "told.py", TOLD.replace("MORE", ", ".join(f"{name}=[BitsAndBytesConfig()]" for name in names))
+    )
+    assert {line.split()[2] for line in found.said.splitlines()} == set(names) and found.code == 3
+
+
+def test_rows_that_train_are_not_held_out(convert):
+    evaluates = f"{LEAST.replace('c/d', 'rows.jsonl')}eval_strategy: steps\n"
+    found = convert("trl", "one.yaml", evaluates)
+    assert found.config.data.eval_source is None
+    assert found.said == (
+        "not converted: eval_strategy=steps: a file has no other split; give held-out rows as data.eval_source\n"
+    )
+    unused = TOLD.replace("MORE", "data['test'].map(len)").replace('eval_strategy="steps", ', "")
+    assert convert("trl", "told.py", unused).code == 0
