@@ -21,14 +21,17 @@ SECRET = re.compile(
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}  # of transformers
 SCHEDULES |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 NO_CRITIC = "there is no critic: a baseline is the group's own"
+NO_DROPOUT, STEADY_KL = "adapters have no dropout", "the weight of a KL stays as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a peer's table: their name, ours, a function of the value (None: nothing to set), the value their
-    trainer takes where none is given, and the setting of theirs without which this one does nothing.
+    """One line of a peer's table: their name, ours ("": there is none), a function of the value (None: nothing to set),
+    the value their trainer takes where none is given, and the settings of theirs, or NAME=VALUE, without which this one
+    does nothing.
 
-    Example: Row("lora_r", "learner.lora_rank", int, 16, when="use_peft")
+    Examples: Row("lora_r", "learner.lora_rank", int, 16, when="use_peft")
+    Row("lora_bias", "", only("none", why="biases are not trained"), when="use_peft")
     """
 
     theirs: str
@@ -50,8 +53,12 @@ class Conversion:
         self.without_effect: set[str] = set()
         self._defaults = {row.theirs: row.default for row in rows if row.default is not None}
         self._read: set[str] = set()
+        self._idle: set[str] = set()  # rows that do nothing
         for row in rows:
-            if self.value(row.theirs) is None or (row.when and self.is_off(row.when)):
+            if not all(map(self._is_on, row.when.split())):
+                self._idle.add(row.theirs)
+                continue
+            if self.value(row.theirs) is None:
                 continue
             try:
                 value = self.value(row.theirs, row.convert)
@@ -60,6 +67,14 @@ class Conversion:
             else:
                 if value is not None:
                     self.set(row.ours, value, f"{row.theirs} {row.when}")
+
+    def _is_on(self, condition: str) -> bool:
+        name, _, value = condition.partition("=")
+        found = self.given.get(name, self._defaults.get(name))
+        is_on = str(found) == value if value else not _is_no(found)
+        if name in self.given and not is_on:  # one that is on is read where something is made of it
+            self._read.add(name)
+        return is_on
 
     def value(self, name: str, kind: Callable[[Any], Any] = lambda value: value, default: Any = None) -> Any:
         """kind(their value, or else their default). ValueError in one line for a value theirs would not take."""
@@ -79,7 +94,7 @@ class Conversion:
 
     def is_off(self, name: str) -> bool:
         """Whether a setting of theirs is none, false, no or 0."""
-        return str(self.value(name)).lower() in ("none", "false", "no", "off", "0", "0.0")
+        return _is_no(self.value(name))
 
     def set(self, ours: str, value: Any, theirs: str = "", why: str = "") -> None:
         """Set one of ours, made of `theirs`, names with spaces between; not our default where none is given."""
@@ -163,7 +178,7 @@ class Conversion:
         self.set("logging.wandb", "auto" if {"wandb", "all"} & set(loggers) else "disabled", theirs)
         self.set("logging.tensorboard", bool({"tensorboard", "all"} & set(loggers)), theirs)
         left = {name for name in self.given.keys() - self._read if self.given[name] is not None}
-        self.without_effect = {name for name in left if any(fnmatchcase(name, pattern) for pattern in self._patterns)}
+        self.without_effect = {name for name in left if name in self._idle or self._has_no_effect(name)}
         self.dropped += map(self._spelled, left - self.without_effect)
         source = "data.sources" if "data.sources" in self.settings else "data.source"
         for ours in ("model.path", source, "reward.functions"):
@@ -173,6 +188,9 @@ class Conversion:
                     f"nothing says what {ours} is to be; add it behind FILE, as one would for {self.peer}{left_out}"
                 )
         return self
+
+    def _has_no_effect(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def _spelled(self, name: str) -> str:
         value = " ".join(str(self.given.get(name, self._defaults.get(name))).split())
@@ -191,6 +209,10 @@ class Conversion:
         lines += ["", *(f"# not converted: {entry}" for entry in sorted(self.dropped))]
         lines.append(f"# change nothing that is learnt: {' '.join(sorted(self.without_effect)) or 'none'}")
         return "\n".join(lines) + "\n"
+
+
+def _is_no(value: Any) -> bool:
+    return str(value).lower() in ("none", "false", "no", "off", "0", "0.0")
 
 
 def default_of(ours: str) -> Any:

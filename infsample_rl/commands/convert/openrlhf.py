@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infsample_rl.commands.convert.conversion import NO_CRITIC, SCHEDULES, Conversion, Row
+from infsample_rl.commands.convert.conversion import NO_CRITIC, NO_DROPOUT, SCHEDULES, STEADY_KL, Conversion, Row
 from infsample_rl.commands.convert.recording import words_of
-from infsample_rl.commands.convert.values import choose, local_path, local_paths, not_negative, positive, texts, truth
+from infsample_rl.commands.convert.values import (
+    choose,
+    local_path,
+    local_paths,
+    not_negative,
+    only,
+    positive,
+    texts,
+    truth,
+)
 from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.config.peer_flags import read_flags
 
@@ -38,6 +47,7 @@ ROWS = (
     Row("data.apply_chat_template", "data.apply_chat_template", truth, False),
     Row("eval.dataset", "run.eval_prompts", lambda _: ALL_PROBLEMS),
     Row("eval.steps", "run.eval_every", not_negative, -1, "eval.dataset"),
+    Row("eval.split", "data.eval_split", str, "train", "eval.dataset"),
     Row("eval.temperature", "run.eval_temperature", float, 0.6, "eval.dataset"),
     Row("eval.n_samples_per_prompt", "run.eval_samples", int, 4, "eval.dataset"),
     Row("rollout.batch_size", "data.prompts_per_step", positive, 1024),
@@ -48,6 +58,9 @@ ROWS = (
     Row("algo.dynamic_filtering_enable", "objective.dynamic_sampling", truth),
     Row(KL, "objective.kl_coef", float, 0.01, "algo.kl.use_loss"),
     Row("algo.kl.estimator", "objective.kl", str, "k1", "algo.kl.use_loss"),
+    Row("algo.kl.target", "", only(why=STEADY_KL), when=KL),
+    Row("algo.kl.horizon", "", only(why=STEADY_KL), when=f"{KL} algo.kl.target"),
+    Row("algo.advantage.gamma", "", only(1, why="rewards are not discounted")),
     Row("actor.policy_loss_type", "objective.loss", choose(LOSSES, "no such loss"), "ppo"),
     Row("actor.eps_clip_low_high", "objective.clip_low", lambda bounds: float(bounds[0])),
     Row("actor.eps_clip_low_high", "objective.clip_high", lambda bounds: float(bounds[1])),
@@ -65,10 +78,13 @@ ROWS = (
     Row("ds.lora.rank", "learner.lora_rank", int, 0),
     Row("ds.lora.alpha", "learner.lora_alpha", float, 16, "ds.lora.rank"),
     Row("ds.lora.target_modules", "learner.lora_targets", texts, "all-linear", "ds.lora.rank"),
+    Row("ds.lora.dropout", "", only(0, why=NO_DROPOUT), when="ds.lora.rank"),
 )
 WITHOUT_EFFECT = (
-    "vllm.* ds.* logger.* ckpt.* critic.* ref.* eval.* algo.kl.* *micro_batch_size *tokens_per_gpu train.colocate_* "
-    "train.dynamic_batch_enable *.gamma *.lambd *.gradient_checkpointing_reentrant"
+    "vllm.* logger.* ckpt.* critic.* ref.* *micro_batch_size *tokens_per_gpu train.colocate_* "
+    "train.dynamic_batch_enable *.lambd *.gradient_checkpointing_reentrant ds.zero_stage ds.zpg ds.*offload "
+    "ds.*_implementation ds.use_* ds.grad_accum_dtype ds.overlap_comm ds.enable_sleep ds.tensor_parallel_size "
+    "ds.packing_samples ds.ring_attn_* ds.deepcompile"
 )
 
 
@@ -95,6 +111,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
         c.set("objective.kl_coef", 0.0, KL)
         c.set("objective.kl_in_reward", coefficient > 0, KL, "of a whole response")
         c.set("objective.kl_reward_coef", coefficient, KL)
+        if coefficient and c.value("algo.kl.estimator") != "k1":
+            c.drop("algo.kl.estimator", "a KL in the reward is k1")
     if c.value("actor.lr_scheduler") != "constant":
         c.set_warmup("actor.lr_warmup_ratio", default=0.03)
     actors = c.value("actor.num_nodes", positive, 1) * c.value("actor.num_gpus_per_node", positive, 8)

@@ -40,6 +40,7 @@ BY_CODE: dict[str, dict[str, str]] = {
         f"{verl.CUSTOM}.name": FUNCTIONS,
         f"{verl.CUSTOM}.reward_kwargs": "kwargs in reward.functions=[{name: FILE.py:NAME, kwargs: {...}}]",
         f"{verl.OVERLONG}.enable": "objective.overlong_buffer_tokens; 0 is off",
+        "reward_kwargs.max_resp_len": "rollout.max_new_tokens",
         "reward_model.path": "reward.functions=[model:FOLDER]",
         "trainer.n_gpus_per_node": f"{PLACES}; a GPU each with cluster.learner_gpus=1 and cluster.rollout_gpus=1",
         "trainer.nnodes": f"{PLACES}; of all nodes together",
@@ -69,8 +70,10 @@ BY_CODE: dict[str, dict[str, str]] = {
         "use_vllm": VLLM,
         "vllm_gpu_memory_utilization": "rollout.kv_budget_bytes",
         "vllm_tensor_parallel_size": "rollout.tensor_parallel",
+        "vllm_importance_sampling_clip_max": "objective.importance_cap",
         "num_processes": PLACES,
         "nproc_per_node": PLACES,
+        "use_rslora": "learner.lora_alpha; times the root of learner.lora_rank",
         "use_peft": "learner.lora_rank; 0 trains the weights",
         "resume_from_checkpoint": "run.resume",
         "report_to": "logging.wandb, logging.tensorboard and logging.mlflow",
@@ -100,7 +103,7 @@ def _names(rows: Sequence[Row], by_code: dict[str, str]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     free = {row.theirs for row in rows if not row.when}
     for row in sorted(rows, key=lambda row: bool(row.when)):
-        if not row.when or row.theirs not in free:
+        if row.ours and (not row.when or row.theirs not in free):
             found.setdefault(row.theirs, []).append(row.ours)
     return {theirs: " and ".join(ours) for theirs, ours in found.items()} | by_code
 

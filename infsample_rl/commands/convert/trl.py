@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.commands.convert.conversion import SCHEDULES, SECRET, Conversion, Row
+from infsample_rl.commands.convert.conversion import NO_DROPOUT, SCHEDULES, SECRET, Conversion, Row
 from infsample_rl.commands.convert.recording import read_yaml, trainer_of, words_of
 from infsample_rl.commands.convert.trl_script import COLUMNS, settings_of
 from infsample_rl.commands.convert.values import (
@@ -18,6 +18,7 @@ from infsample_rl.commands.convert.values import (
     local_path,
     local_paths,
     not_negative,
+    only,
     positive,
     texts,
     truth,
@@ -30,10 +31,14 @@ from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
 OWN_TRAINER = "Trainer"  # a class of the script's own
+IS = "vllm_importance_sampling"
 REWARDED = "get_reward of environment_factory"  # among its settings: whether there is one
+OLD_NAMES = {"nproc_per_node": "num_processes", "torch_dtype": "dtype", f"{IS}_cap": f"{IS}_clip_max"}
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 SCALES = {"group": "std", True: "std", "none": "mean_only", False: "mean_only"}
+WEIGHTS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
+ADAPTERS = "adapters of whole modules are all that is trained"
 OWN_REWARDS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math", "think_format_reward": "think_format"}
 
 ROWS = (
@@ -76,13 +81,24 @@ ROWS = (
     Row("lora_r", "learner.lora_rank", int, 16, "use_peft"),
     Row("lora_alpha", "learner.lora_alpha", float, 32, "use_peft"),
     Row("lora_target_modules", "learner.lora_targets", texts, ["q_proj", "v_proj"], "use_peft"),
+    Row("lora_dropout", "", only(0, why=NO_DROPOUT), 0.05, "use_peft"),
+    Row("lora_bias", "", only("none", why=ADAPTERS), when="use_peft"),
+    Row("lora_modules_to_save", "", only([], why=ADAPTERS), when="use_peft"),
+    Row("lora_target_parameters", "", only([], why=ADAPTERS), when="use_peft"),
+    Row("use_dora", "", only(False, why="adapters are LoRA's"), when="use_peft"),
+    Row("vllm_structured_outputs_regex", "", only(why="no sample is bound to a pattern"), when="use_vllm"),
+    Row(f"{IS}_mode", "objective.importance", choose(WEIGHTS, "token_truncate or sequence_truncate"), when="use_vllm"),
+    Row(f"{IS}_correction", "objective.importance", lambda on: None if truth(on) else "none", when="use_vllm"),
+    Row(f"{IS}_clip_min", "", only(0, why="weights have a cap alone"), when="use_vllm"),
 )
 WITHOUT_EFFECT = (
-    "use_vllm vllm_* per_device_eval_batch_size fsdp* deepspeed config config_file ddp_* multi_gpu num_machines hub_* "
-    "machine_rank main_process_port mixed_precision logging_* log_* do_* tf32 use_cache attn_implementation device_map "
-    "gradient_checkpointing_kwargs use_liger_kernel torch_compile* dataloader_* disable_* remove_unused_columns env "
-    "overwrite_output_dir trackio_* project resume_from_checkpoint push_to_hub num_completions_to_print lora_* "
-    "eval_steps save_steps"
+    "use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_* vllm_group_port vllm_max_model_* "
+    "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_*_clip_max per_device_eval_batch_size fsdp* deepspeed "
+    "config config_file ddp_* multi_gpu num_machines hub_* machine_rank main_process_port mixed_precision logging_* "
+    "log_* do_* tf32 use_cache attn_implementation device_map gradient_checkpointing_kwargs use_liger_kernel "
+    "torch_compile* dataloader_* disable_* remove_unused_columns env overwrite_output_dir trackio_* project "
+    "resume_from_checkpoint push_to_hub num_completions_to_print eval_steps save_steps lora_task_type "
+    "lora_inference_mode use_rslora"
 )
 
 
@@ -97,7 +113,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     if text:
         given["dataset_name"] = str(own)
     given |= given.pop("model_init_kwargs", None) or {}  # of a script or a YAML file: dtype
-    for theirs, today in (("nproc_per_node", "num_processes"), ("torch_dtype", "dtype")):
+    for theirs, today in OLD_NAMES.items():
         given |= {today: given.pop(theirs)} if theirs in given else {}
     c = Conversion(given, "trl 1.16.0", ROWS, WITHOUT_EFFECT)
     c.dropped += [line for line in code if not (line.startswith("eval_dataset") and c.is_off("eval_strategy"))]
@@ -108,6 +124,11 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
         c.set("data.source", c.ours("data.source"), why=f"the rows that {path.name} makes, written by this command")
     prompt = c.value("max_prompt_length", lambda longest: 1024 if longest is None else positive(longest))
     c.set_lengths(prompt, c.value("max_completion_length", positive, 512), "max_prompt_length max_completion_length")
+    if c.ours("objective.importance") in WEIGHTS.values():
+        c.set("objective.importance_cap", c.value(f"{IS}_clip_max", float, 3.0), f"{IS}_clip_max")
+    if not c.is_off("use_peft") and not c.is_off("use_rslora"):
+        scaled = c.ours("learner.lora_alpha") * math.sqrt(c.ours("learner.lora_rank"))
+        c.set("learner.lora_alpha", scaled, "lora_alpha lora_r use_rslora", "alpha times the root of the rank")
     _steps(c)
     _environment(c)
     _rewards(c)

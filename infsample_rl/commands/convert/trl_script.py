@@ -60,8 +60,8 @@ def _adapters(lora: Any, code: list[str]) -> dict[str, Any]:
     """peft_config by the names of flags, with peft's own defaults; none of TRL's get_peft_config, which reads flags."""
     kind = lora["name"].rpartition(".")[2] if isinstance(lora, dict) else ""
     if kind == "LoraConfig()":
-        given = {f"lora_{name.removeprefix('lora_')}": value for name, value in lora["kwargs"].items()}
-        return {"use_peft": True, "lora_r": 8, "lora_alpha": 8} | given
+        given = {re.sub("^(?!lora_|use_)", "lora_", name): value for name, value in lora["kwargs"].items()}
+        return {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | given
     if lora is not None and kind != "get_peft_config()":
         code.append("peft_config of the trainer: adapters are those of a LoraConfig")
     return {}

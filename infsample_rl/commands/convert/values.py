@@ -64,6 +64,16 @@ def local_paths(value: Any) -> list[str]:
     return [local_path(path) for text in texts(value) for path in text.split(",") if path]
 
 
+def only(*neutral: Any, why: str) -> Callable[[Any], None]:
+    """A Row's function for what nothing here stands for: NoEquivalent but for values that change nothing."""
+
+    def check(value: Any) -> None:
+        if value not in neutral:
+            raise NoEquivalent(why)
+
+    return check
+
+
 def choose(table: Mapping[Any, Any], otherwise: str) -> Callable[[Any], Any]:
     """A Row's function that looks a value up; NoEquivalent with `otherwise` for all others."""
 

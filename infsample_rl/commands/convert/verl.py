@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infsample_rl.commands.convert.conversion import NO_CRITIC, Conversion, Row
+from infsample_rl.commands.convert.conversion import NO_CRITIC, STEADY_KL, Conversion, Row
 from infsample_rl.commands.convert.recording import flatten, read_yaml, words_of
-from infsample_rl.commands.convert.values import choose, local_path, local_paths, not_negative, positive, texts, truth
+from infsample_rl.commands.convert.values import (
+    choose,
+    local_path,
+    local_paths,
+    not_negative,
+    only,
+    positive,
+    texts,
+    truth,
+)
 from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.config.peer_flags import scalar
 
@@ -14,6 +23,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 OPTIM, MODE, VAL = f"{ACTOR}.optim", f"{ACTOR}.policy_loss.loss_mode", f"{ROLLOUT}.val_kwargs"
 CUSTOM, OVERLONG = "custom_reward_function", "reward_kwargs.overlong_buffer_cfg"
 USE_KL, BY_STD, RM_ON = f"{ACTOR}.use_kl_loss", "algorithm.norm_adv_by_std_in_grpo", "reward_model.enable"
+KL_REWARD, CTRL = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"
 TRAINING = r"verl\.trainer\.main_|recipe\.|main_(ppo|dapo)\.py"
 OLD_NAMES = {"reward.": "", "reward_model.reward_kwargs": "reward_kwargs", "reward_model.overlong_buffer": OVERLONG}
 DICTS = ("data.apply_chat_template_kwargs", f"{CUSTOM}.reward_kwargs", f"reward.{CUSTOM}.reward_kwargs")
@@ -21,6 +31,8 @@ ESTIMATORS = {"grpo": None, "grpo_vectorized": None, "rloo": "rloo", "rloo_vecto
 KL_LOSSES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 MODES = {"vanilla": None, "gspo": "gspo", "cispo": "cispo"}  # these have an aggregation of their own
+MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited", "remote")  # a function's scores as they are
+OWN_MANAGER = "a reward manager is not run; give what it computes as a function of reward.functions"
 
 ROWS = (
     Row("trainer.experiment_name", "run.name", str, "gsm8k"),
@@ -45,6 +57,8 @@ ROWS = (
     Row(f"{MODEL}.lora_alpha", "learner.lora_alpha", float, 16, f"{MODEL}.lora_rank"),
     Row(f"{MODEL}.target_modules", "learner.lora_targets", texts, "all-linear", f"{MODEL}.lora_rank"),
     Row("reward_model.model_path", "reward.functions", lambda path: [{"name": f"model:{path}"}], when=RM_ON),
+    Row("reward_manager.name", "", only(*MANAGERS, why=OWN_MANAGER)),
+    Row("reward_model.reward_manager", "", only(*MANAGERS, why=OWN_MANAGER)),
     Row(f"{ROLLOUT}.n", "rollout.group_size", int, 1),
     Row(f"{ROLLOUT}.temperature", "rollout.temperature", float, 1.0),
     Row(f"{ROLLOUT}.top_p", "rollout.top_p", float, 1.0),
@@ -61,8 +75,12 @@ ROWS = (
     Row(USE_KL, "objective.kl", lambda on: None if truth(on) else "none", False),
     Row(f"{ACTOR}.kl_loss_type", "objective.kl", choose(KL_LOSSES, "no such estimator"), "low_var_kl", USE_KL),
     Row(f"{ACTOR}.kl_loss_coef", "objective.kl_coef", float, 0.001, USE_KL),
-    Row("algorithm.use_kl_in_reward", "objective.kl_in_reward", truth, False),
-    Row("algorithm.kl_ctrl.kl_coef", "objective.kl_reward_coef", float, 0.001, "algorithm.use_kl_in_reward"),
+    Row(KL_REWARD, "objective.kl_in_reward", truth, False),
+    Row("algorithm.kl_penalty", "", only("kl", "k1", why="a KL in the reward is k1"), when=KL_REWARD),
+    Row(f"{CTRL}.kl_coef", "objective.kl_reward_coef", float, 0.001, KL_REWARD),
+    Row(f"{CTRL}.type", "", only("fixed", why=STEADY_KL), when=KL_REWARD),
+    Row(f"{CTRL}.target_kl", "", only(why=STEADY_KL), when=f"{KL_REWARD} {CTRL}.type=adaptive"),
+    Row(f"{CTRL}.horizon", "", only(why=STEADY_KL), when=f"{KL_REWARD} {CTRL}.type=adaptive"),
     Row(f"{OVERLONG}.len", "objective.overlong_buffer_tokens", int, when=f"{OVERLONG}.enable"),
     Row(f"{OVERLONG}.penalty_factor", "objective.overlong_penalty", float, 1.0, f"{OVERLONG}.enable"),
     Row(f"{ACTOR}.fsdp_config.dtype", "model.dtype", str, "bfloat16"),
@@ -74,10 +92,10 @@ ROWS = (
 WITHOUT_EFFECT = (
     f"{ROLLOUT}.*_utilization {ROLLOUT}.*parallel_size {ROLLOUT}.name {ROLLOUT}.mode {ROLLOUT}.*eager {ROLLOUT}.free* "
     f"{ROLLOUT}.max_* {ROLLOUT}.load_format {ROLLOUT}.*_prefill {ROLLOUT}.layered_summon *.fsdp_config.* *profiler* "
-    f"{MODEL}.use_* {ACTOR}.checkpoint.* {ACTOR}.clip_ratio {ACTOR}.clip_ratio_c {OVERLONG}.* algorithm.kl_* critic.* "
+    f"{MODEL}.use_* {ACTOR}.checkpoint.* {ACTOR}.clip_ratio {ACTOR}.clip_ratio_c {OVERLONG}.log critic.* "
     "*ulysses_sequence_parallel_size *micro_batch_size* *token_len_per_gpu *dynamic_bsz *torch_compile *_workers "
     "trainer.critic_warmup trainer.val_before_train trainer.balance_batch trainer.device ray_* data.return_raw_chat "
-    "hydra* defaults* reward_manager.name reward_model.reward_manager reward_kwargs.max_resp_len"
+    "hydra* defaults* reward_kwargs.max_resp_len"
 )
 
 
@@ -104,6 +122,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     c.set_sources(files, "data.train_files", held_out, "data.val_files")
     lengths = ("data.max_prompt_length", "data.max_response_length")
     c.set_lengths(c.value(lengths[0], positive, 512), c.value(lengths[1], positive, 512), " ".join(lengths))
+    if not c.is_off(f"{OVERLONG}.enable") and c.value("reward_kwargs.max_resp_len") not in (None, c.value(lengths[1])):
+        c.drop("reward_kwargs.max_resp_len", "the buffer ends where responses do, at rollout.max_new_tokens")
     prompts, mini = c.value("data.train_batch_size", positive), c.value(f"{ACTOR}.ppo_mini_batch_size", positive, 256)
     c.set("objective.mini_batches", max(1, prompts // mini), f"data.train_batch_size {ACTOR}.ppo_mini_batch_size")
     if "run.steps" in c.settings:

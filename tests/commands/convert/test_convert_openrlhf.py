@@ -63,6 +63,12 @@ def test_nothing_of_a_script_is_dropped_in_silence_and_keys_are_never_shown(conv
         ("--algo.kl.init_coef 0.02", {"objective.kl_in_reward": True, "objective.kl_reward_coef": 0.02}, ""),
         ("--actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log", {"objective.clip_high": 0.3}, ""),
         ("--train.async_enable --ds.lora.rank 8", {"run.max_staleness": 1, "learner.lora_rank": 8}, ""),
+        ("--algo.kl.init_coef 0.02 --algo.kl.estimator k3", {}, "algo.kl.estimator=k3: a KL in the reward is k1"),
+        ("--algo.kl.estimator k3 --algo.kl.target 6 --ds.lora.dropout 0.1", {"objective.kl": "none"}, ""),
+        ("--algo.kl.init_coef 0.02 --algo.kl.target 6", {}, "algo.kl.target=6: the weight of a KL stays as it is"),
+        ("--ds.lora.rank 8 --ds.lora.dropout 0.1", {}, "ds.lora.dropout=0.1: adapters have no dropout"),
+        ("--ds.load_in_4bit", {}, "ds.load_in_4bit=True"),
+        ("--algo.advantage.gamma 0.9", {}, "algo.advantage.gamma=0.9: rewards are not discounted"),
         ("--data.prompt_dataset a.jsonl,b.jsonl", {}, "its rows could not be counted"),
     ],
 )
@@ -70,6 +76,8 @@ def test_flags_by_their_name(convert, added, settings, dropped):
     found = convert("openrlhf", "one.sh", f"{LEAST.rstrip()} {added}\n")
     assert found.has(settings) == settings
     assert dropped in found.said and found.code == (3 if dropped else 0)
+    given = {word[2:] for word in added.split() if word.startswith("--")}
+    assert all(name in found.text for name in given)  # nothing is lost without a word
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from infsample_rl.commands.convert import recording
 
+PEFT, IS = "use_peft: true\nlora_dropout: 0\n", "vllm_importance_sampling"
 LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
 RECIPE = """
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
@@ -254,6 +255,18 @@ def test_a_shell_command_of_its_command_line(convert, tmp_path):
         ("loss_type: sapo", {"objective.loss": "grpo"}, "loss_type=sapo: no such loss"),
         ("scale_rewards: batch", {"objective.advantage": "std"}, "scale_rewards=batch"),
         ("beta: 0.1\nuse_bias_correction_kl: false", {"objective.kl": "k3", "objective.kl_coef": 0.1}, ""),
+        ("use_peft: true", {"learner.lora_rank": 16}, "lora_dropout=0.05, the default of trl 1.16.0: adapters have no"),
+        (f"{PEFT}use_rslora: true", {"learner.lora_alpha": 128.0}, ""),  # 32 x the root of 16, of 16
+        (f"{PEFT}lora_modules_to_save: [head]\nlora_task_type: CAUSAL_LM", {}, "lora_modules_to_save=['head']"),
+        (f"{PEFT}lora_target_parameters: [w]", {}, "lora_target_parameters=['w']"),
+        (f"{PEFT}use_dora: true", {}, "use_dora=True: adapters are LoRA's"),
+        ("lora_r: 4\nlora_dropout: 0.1\nuse_rslora: true", {"learner.lora_rank": 0}, ""),
+        ("use_vllm: true\nvllm_structured_outputs_regex: a+", {}, "vllm_structured_outputs_regex=a+: no sample is"),
+        ("vllm_structured_outputs_regex: a+\nvllm_server_port: 1", {}, ""),
+        (f"use_vllm: true\n{IS}_mode: token_mask\n{IS}_cap: 4", {"objective.importance": "auto"}, f"{IS}_mode=token_m"),
+        (f"use_vllm: true\n{IS}_mode: token_truncate\n{IS}_cap: 4", {"objective.importance_cap": 4.0}, ""),
+        (f"use_vllm: true\n{IS}_correction: false", {"objective.importance": "none"}, ""),
+        (f"use_vllm: true\n{IS}_clip_min: 0.5", {}, f"{IS}_clip_min=0.5: weights have a cap alone"),
         ("save_strategy: no", {"run.checkpoint_every": 0}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 100", {"learner.warmup_steps": 0}, "warmup_steps=100"),
         ("warmup_ratio: 0.1", {"learner.warmup_steps": 0}, "set learner.warmup_steps, 0.1 times the updates"),

@@ -34,6 +34,8 @@ python3 -m verl.trainer.main_ppo \
     trainer.experiment_name="sums-$(date +%s)" trainer.project_name=adding \
     trainer.logger='["console"]' trainer.nonsense=1 "$@"
 """
+LONG = "reward.reward_kwargs.overlong_buffer_cfg"
+KL, CTRL = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"
 MINIMAL = """
 algorithm: {adv_estimator: grpo}
 data: {train_files: a.parquet, train_batch_size: 8}
@@ -77,6 +79,21 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
         ("ACTOR.optim.lr=1e-5 trainer.total_training_steps=9", {"learner.lr": 1e-5, "run.steps": 9}, ""),
         ("data.train_files=[a.parquet,b.parquet,c.parquet]", {}, "its rows could not be counted"),
         ("data.train_batch_size=", {"data.prompts_per_step": 1024}, "data.train_batch_size= is empty"),
+        (f"{KL}=True algorithm.kl_penalty=abs", {}, "algorithm.kl_penalty=abs: a KL in the reward is k1"),
+        (f"{KL}=True algorithm.kl_penalty=kl", {"objective.kl_in_reward": True}, ""),
+        (f"{KL}=True {CTRL}.type=adaptive", {}, f"{CTRL}.type=adaptive: the weight of a KL stays as it is"),
+        (f"{KL}=True {CTRL}.type=adaptive {CTRL}.target_kl=0.2", {}, f"{CTRL}.target_kl=0.2"),
+        (f"{KL}=True {CTRL}.type=fixed {CTRL}.target_kl=0.2", {}, ""),
+        (f"{CTRL}.type=adaptive {CTRL}.horizon=9 algorithm.kl_penalty=abs", {"objective.kl_in_reward": False}, ""),
+        ("reward_model.reward_manager=mine", {}, "reward_model.reward_manager=mine: a reward manager is not run"),
+        ("reward.reward_manager.name=gdpo", {}, "reward_manager.name=gdpo: a reward manager is not run"),
+        ("reward_model.reward_manager=batch", {}, ""),
+        (f"{LONG}.enable=True {LONG}.len=8 reward.reward_kwargs.max_resp_len=512", {}, ""),
+        (
+            f"{LONG}.enable=True {LONG}.len=8 reward.reward_kwargs.max_resp_len=500",
+            {},
+            "max_resp_len=500: the buffer ends",
+        ),
         ("actor_rollout_ref.rollout.ignore_eos=True", {}, "actor_rollout_ref.rollout.ignore_eos=True"),
     ],
 )
