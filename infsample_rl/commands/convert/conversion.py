@@ -178,7 +178,7 @@ class Conversion:
         self.set("logging.wandb", "auto" if {"wandb", "all"} & set(loggers) else "disabled", theirs)
         self.set("logging.tensorboard", bool({"tensorboard", "all"} & set(loggers)), theirs)
         left = {name for name in self.given.keys() - self._read if self.given[name] is not None}
-        self.without_effect = {name for name in left if name in self._idle or self._has_no_effect(name)}
+        self.without_effect = {name for name in left if name in self._idle or self.has_no_effect(name)}
         self.dropped += map(self._spelled, left - self.without_effect)
         source = "data.sources" if "data.sources" in self.settings else "data.source"
         for ours in ("model.path", source, "reward.functions"):
@@ -189,7 +189,8 @@ class Conversion:
                 )
         return self
 
-    def _has_no_effect(self, name: str) -> bool:
+    def has_no_effect(self, name: str) -> bool:
+        """Whether a pattern says that a name of theirs changes nothing that is learnt."""
         return any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def _spelled(self, name: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from infsample_rl.commands.convert.conversion import NO_CRITIC, STEADY_KL, Conversion, Row
 from infsample_rl.commands.convert.recording import flatten, read_yaml, words_of
@@ -24,6 +26,7 @@ OPTIM, MODE, VAL = f"{ACTOR}.optim", f"{ACTOR}.policy_loss.loss_mode", f"{ROLLOU
 CUSTOM, OVERLONG = "custom_reward_function", "reward_kwargs.overlong_buffer_cfg"
 USE_KL, BY_STD, RM_ON = f"{ACTOR}.use_kl_loss", "algorithm.norm_adv_by_std_in_grpo", "reward_model.enable"
 KL_REWARD, CTRL = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^${}]*))?\}")  # of OmegaConf
 TRAINING = r"verl\.trainer\.main_|recipe\.|main_(ppo|dapo)\.py"
 OLD_NAMES = {"reward.": "", "reward_model.reward_kwargs": "reward_kwargs", "reward_model.overlong_buffer": OVERLONG}
 DICTS = ("data.apply_chat_template_kwargs", f"{CUSTOM}.reward_kwargs", f"reward.{CUSTOM}.reward_kwargs")
@@ -101,23 +104,10 @@ WITHOUT_EFFECT = (
 
 def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of verl's, and for what is missing."""
-    is_yaml = path.suffix in (".yaml", ".yml")
-    content = read_yaml(path) if is_yaml else {}
-    for word in [*([] if is_yaml else words_of(path, arguments, TRAINING)), *arguments]:
-        name, equals, value = word.lstrip("+~").partition("=")
-        if equals and not name.startswith(("-", "/")):
-            *parents, last = name.split(".")
-            inner = content
-            for parent in parents:
-                inner[parent] = inner.get(parent) or {}
-                inner = inner[parent]
-            inner[last] = scalar(value)
-    given = {}
-    for name, value in flatten(content, DICTS):
-        for old, new in OLD_NAMES.items():
-            name = new + name.removeprefix(old) if name.startswith(old) else name
-        given[name] = value
+    given, unresolved = _read(path, arguments)
     c = Conversion(given, "verl 0.9.1", ROWS, WITHOUT_EFFECT)
+    left = {name: value for name, value in unresolved.items() if not c.has_no_effect(name)}
+    c.dropped += [f"{name}={value}: nothing says what it stands for" for name, value in left.items()]
     files, held_out = (c.value(f"data.{name}_files", local_paths) for name in ("train", "val"))
     c.set_sources(files, "data.train_files", held_out, "data.val_files")
     lengths = ("data.max_prompt_length", "data.max_response_length")
@@ -140,3 +130,42 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     gpus = c.value("trainer.n_gpus_per_node", positive, 8) * c.value("trainer.nnodes", positive, 1)
     c.place(gpus, "trainer.n_gpus_per_node trainer.nnodes")
     return c.finish(c.value("trainer.logger", texts, ["wandb"]), "trainer.logger")
+
+
+def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings by their names, and those that refer to what is neither in the file nor in an argument."""
+    is_yaml = path.suffix in (".yaml", ".yml")
+    content = read_yaml(path) if is_yaml else {}
+    for word in [*([] if is_yaml else words_of(path, arguments, TRAINING)), *arguments]:
+        name, equals, value = word.lstrip("+~").partition("=")
+        if equals and not name.startswith(("-", "/")):
+            *parents, last = name.split(".")
+            inner = content
+            for parent in parents:
+                inner[parent] = inner.get(parent) or {}
+                inner = inner[parent]
+            inner[last] = scalar(value)
+    leaves = dict(flatten(content, DICTS))
+    given: dict[str, Any] = {}
+    for name, value in sorted(leaves.items(), key=lambda leaf: not leaf[0].startswith("reward.")):
+        for old, new in OLD_NAMES.items():
+            name = new + name.removeprefix(old) if name.startswith(old) else name
+        if value is not None or name not in given:  # a whole file has both names; verl takes the old one unless null
+            given[name] = _resolve(value, leaves)
+    unresolved = {name: value for name, value in given.items() if "${" in str(value)}
+    return {name: value for name, value in given.items() if name not in unresolved}, unresolved
+
+
+def _resolve(value: Any, leaves: dict[str, Any]) -> Any:
+    """A value with what `${a.b}` and `${oc.select:a.b,default}` stand for; as it is where that is not among these."""
+    if isinstance(value, list):
+        return [_resolve(item, leaves) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolve(item, leaves) for key, item in value.items()}
+    for _ in range(16):  # one that refers to itself ends too
+        found = REFERENCE.search(value) if isinstance(value, str) else None
+        if found is None or (found[1] not in leaves and found[2] is None):
+            break
+        stands_for = leaves[found[1]] if found[1] in leaves else scalar(found[2].strip())
+        value = stands_for if found[0] == value else value.replace(found[0], str(stands_for))
+    return value

@@ -140,6 +140,38 @@ def test_dictionaries_and_the_names_of_today(convert):
     assert function.kwargs == {"cfg": {"len": 4, "deep": {"er": 5}}} and found.code == 0
 
 
+WHOLE = """
+algorithm: {adv_estimator: grpo}
+data: {train_files: a.parquet, train_batch_size: 8}
+actor_rollout_ref: {model: {path: a/b}, rollout: {n: 4}}
+trainer:
+  logger: [console]
+  project_name: sums
+  experiment_name: ${trainer.project_name}-${oc.select:trainer.missing,small}
+  default_local_dir: out/${trainer.project_name}/${trainer.experiment_name}
+  save_freq: ${trainer.every}
+custom_reward_function: {path: OLD, name: OLD_NAME}
+reward: {custom_reward_function: {path: NEW, name: compute_score}}
+"""
+
+
+def test_a_whole_hydra_file_keeps_its_reward_function_and_what_its_references_stand_for(convert):
+    for old, old_name, new, function in [
+        ("rw.py", "score", "null", "rw.py:score"),
+        ("null", "null", "rw.py", "rw.py:compute_score"),
+        ("old.py", "score", "new.py", "old.py:score"),
+    ]:
+        text = WHOLE.replace("OLD_NAME", old_name).replace("OLD", old).replace("NEW", new)
+        found = convert("verl", "config.yaml", text)
+        assert found.functions() == [(function, 1.0)]
+    assert found.said == "not converted: trainer.save_freq=${trainer.every}: nothing says what it stands for\n"
+    assert found.config.run.name == "sums-small" and found.config.run.dir.endswith("/out/sums/sums-small")
+    itself = WHOLE.replace("${trainer.every}", "'a${trainer.save_freq}'").replace("OLD", "null").replace("NEW", "rw.py")
+    assert "trainer.save_freq=a" in convert("verl", "config.yaml", itself).said
+    secret = convert("verl", "config.yaml", WHOLE.replace("${trainer.every}", "${oc.env:HOME}"))
+    assert "${oc.env:HOME}: nothing says" in secret.said
+
+
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
