@@ -142,11 +142,11 @@ class Conversion:
         for ours in ("learner.max_tokens_per_micro_batch", "reference.max_tokens_per_micro_batch"):
             self.set(ours, max(default_of(ours), prompt + new))
 
-    def set_warmup(self, name: str, unit: int = 1, default: float = 0.0) -> None:
+    def set_warmup(self, name: str, unit: float = 1, default: float = 0.0) -> None:
         """learner.warmup_steps: theirs in `unit` updates, or below 1 a share of the run's; told where it has epochs."""
         warmup = self.value(name, lambda value: float(value or 0), default)
         if warmup >= 1:
-            self.set("learner.warmup_steps", int(warmup) * unit, name, "in updates")
+            self.set("learner.warmup_steps", math.ceil(int(warmup) * unit), name, "in updates")
         elif warmup > 0 and "run.steps" in self.settings:
             updates = self.ours("run.steps") * self.ours("objective.epochs") * self.ours("objective.mini_batches")
             self.set("learner.warmup_steps", math.ceil(warmup * updates), name)

@@ -214,16 +214,22 @@ def _held_out(c: Conversion, files: list[str], code: list[str]) -> list[str]:
 
 def _steps(c: Conversion) -> None:
     """A generation batch holds whole groups and is split into updates, which is what TRL counts."""
-    names = "per_device_train_batch_size num_processes gradient_accumulation_steps steps_per_generation"
+    names = "per_device_train_batch_size num_processes gradient_accumulation_steps"
+    names += " generation_batch_size" if c.value("generation_batch_size") is not None else " steps_per_generation"
     at_once = c.value("per_device_train_batch_size", positive, 8) * c.value("num_processes", positive, 1)
     accumulated, group = c.value("gradient_accumulation_steps", positive, 1), c.ours("rollout.group_size")
     several = c.value("steps_per_generation", lambda steps: accumulated if steps is None else positive(steps))
+    batch = c.value("generation_batch_size", lambda size: at_once * several if size is None else positive(size))
+    if batch % at_once:
+        raise ValueError(f"generation_batch_size={batch} is no multiple of the {at_once} responses a device step has")
+    several = batch // at_once
     if at_once * several % group:
         raise ValueError(f"{at_once * several} responses a generation are no whole groups of num_generations={group}")
     prompts = at_once * several // group
     c.set("data.prompts_per_step", prompts, names)
     c.set("objective.mini_batches", max(1, min(prompts, several // accumulated)), names)
-    updates = c.ours("objective.mini_batches") * c.ours("objective.epochs")
+    updates = max(1, several // accumulated) * c.ours("objective.epochs")  # ours are of a whole prompt at least
+    unit = c.ours("objective.mini_batches") * c.ours("objective.epochs") / updates
     if c.value("max_steps", int, 0) > 0:
         c.set("run.steps", math.ceil(c.value("max_steps") / updates), "max_steps", f"{updates} updates a step")
         c.settings.pop("run.epochs")
@@ -238,7 +244,7 @@ def _steps(c: Conversion) -> None:
             c.drop(f"{kind}_strategy", f"set run.{ours}, in steps")
     if c.value("lr_scheduler_type") != "constant":  # which has no warm-up in transformers
         c.set_warmup("warmup_ratio")
-        c.set_warmup("warmup_steps")
+        c.set_warmup("warmup_steps", unit)
 
 
 def _environment(c: Conversion) -> None:

@@ -85,6 +85,8 @@ def _data(given: dict[str, Any], role: str, code: list[str]) -> tuple[Any, Any, 
         if method == "load_dataset()":
             data = dict(zip(("path", "name"), call["args"], strict=False)) | call["kwargs"]
             name, config, split = data.get("data_files", data.get("path")), data.get("name"), data.get("split") or part
+            if isinstance(name, dict):  # files of every split
+                name = name.get(str(split or "train").partition("[")[0])
         elif method in ("from_dict()", "from_list()") and (columns := _columns(call["args"])):
             pass
         elif method.endswith("]") and (call["args"][0] is None or re.fullmatch(r"[\w-]+", str(call["args"][0]))):

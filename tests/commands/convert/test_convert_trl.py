@@ -8,6 +8,7 @@ import pytest
 
 from infsample_rl.commands.convert import recording
 
+WHOLE = "per_device_train_batch_size: 1\nnum_generations: 16\n"
 PEFT, IS = "use_peft: true\nlora_dropout: 0\n", "vllm_importance_sampling"
 LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
 RECIPE = """
@@ -267,6 +268,9 @@ def test_a_shell_command_of_its_command_line(convert, tmp_path):
         (f"use_vllm: true\n{IS}_mode: token_truncate\n{IS}_cap: 4", {"objective.importance_cap": 4.0}, ""),
         (f"use_vllm: true\n{IS}_correction: false", {"objective.importance": "none"}, ""),
         (f"use_vllm: true\n{IS}_clip_min: 0.5", {}, f"{IS}_clip_min=0.5: weights have a cap alone"),
+        # 64 responses are 4 prompts; TRL's 64 updates of one response are 4 of one prompt here
+        (f"{WHOLE}generation_batch_size: 64\nmax_steps: 640", {"data.prompts_per_step": 4, "run.steps": 10}, ""),
+        (f"{WHOLE}steps_per_generation: 64\nmax_steps: 640\nwarmup_steps: 32", {"learner.warmup_steps": 2}, ""),
         ("save_strategy: no", {"run.checkpoint_every": 0}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 100", {"learner.warmup_steps": 0}, "warmup_steps=100"),
         ("warmup_ratio: 0.1", {"learner.warmup_steps": 0}, "set learner.warmup_steps, 0.1 times the updates"),
@@ -283,6 +287,7 @@ def test_settings_by_their_name(convert, changed, settings, dropped):
     [
         (LEAST.replace("model_name_or_path: a/b", ""), "nothing says what model.path is to be"),
         (f"{LEAST}num_generations: 3\n", "are no whole groups of num_generations=3"),
+        (f"{LEAST}generation_batch_size: 12\n", "generation_batch_size=12 is no multiple of the 8 responses"),
         (f"{LEAST}learning_rate: fast\n", "learning_rate=fast is not a value that trl 1.16.0 takes"),
     ],
 )
@@ -401,6 +406,7 @@ tokenizer.pad_token = tokenizer.eos_token
 args = GRPOConfig(eval_strategy="steps", eval_steps=4)
 GRPOTrainer("a/b", accuracy_reward, args, data["train"], MORE).train()
 """
+FILES = 'data_files={"train": "a.jsonl", "test": ["b.jsonl"]}'
 FIRST = 'data["held-out"], tokenizer'
 
 
@@ -424,6 +430,22 @@ def test_everything_that_a_script_gives_its_trainer_is_read_or_told_of(convert, 
     found = convert("trl", "told.py", TOLD.replace("MORE", more))
     assert found.has(settings) == settings
     assert dropped in found.said and found.code == (3 if dropped else 0), found.said
+
+
+@pytest.mark.parametrize(
+    ("loaded", "train", "test"),
+    [
+        (f"load_dataset('json', {FILES})", 'data["train"]', 'data["test"]'),
+        (f"load_dataset('json', {FILES}, split='train[:9]')", "data", f"load_dataset('json', {FILES}, split='test')"),
+        (f"load_dataset('json', {FILES})", "data", 'data["test"].shuffle()'),
+    ],
+)
+def test_files_of_every_split_are_found_by_its_name(convert, loaded, train, test):
+    script = TOLD.replace('load_dataset("c/d", "easy")', loaded).replace('data["train"]', train).replace("MORE", test)
+    found = convert("trl", "told.py", script)
+    files = (found.config.data.source, found.config.data.eval_source)
+    assert [file.rpartition("/")[2] for file in files] == ["a.jsonl", "b.jsonl"]
+    assert found.config.data.sources == [] and found.code == 0
 
 
 def test_keywords_of_a_trainer_that_nothing_here_stands_for_are_told(convert):
