@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shlex
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.commands.convert.conversion import NO_DROPOUT, SCHEDULES, SECRET, Conversion, Row
-from infsample_rl.commands.convert.recording import read_yaml, trainer_of, words_of
-from infsample_rl.commands.convert.trl_script import COLUMNS, settings_of
+from infsample_rl.commands.convert.conversion import NO_DROPOUT, SCHEDULES, Conversion, Row
+from infsample_rl.commands.convert.trl_reading import COLUMNS, REWARDED, as_lines, is_in_file, read
 from infsample_rl.commands.convert.values import (
     choose,
     dictionary,
@@ -24,15 +20,11 @@ from infsample_rl.commands.convert.values import (
     truth,
 )
 from infsample_rl.config import ALL_PROBLEMS
-from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.data.sources import is_file
 from infsample_rl.reward.functions import RULES
 
-TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
-OWN_TRAINER = "Trainer"  # a class of the script's own
 IS = "vllm_importance_sampling"
-REWARDED = "get_reward of environment_factory"  # among its settings: whether there is one
 OLD_NAMES = {"nproc_per_node": "num_processes", "torch_dtype": "dtype", f"{IS}_cap": f"{IS}_clip_max"}
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
@@ -104,12 +96,12 @@ WITHOUT_EFFECT = (
 
 def convert(path: Path, arguments: list[str]) -> Conversion:
     """All settings; ValueError for what is no file of TRL's, and for what is missing."""
-    given, code = _read(path, arguments)
+    given, code = read(path, arguments)
     columns, own = given.pop(COLUMNS, None), Path(f"{path.stem}_rows.jsonl").absolute()
     rows = [line for line in code if line.startswith("train_dataset")]
     if rows and not given.get("dataset_name"):
         raise ValueError(f"{path.name}: {rows[-1]}, here by --dataset_name rows.jsonl behind it")
-    text = "" if given.get("dataset_name") else _as_lines(columns or {}, own)
+    text = "" if given.get("dataset_name") else as_lines(columns or {}, own)
     if text:
         given["dataset_name"] = str(own)
     given |= given.pop("model_init_kwargs", None) or {}  # of a script or a YAML file: dtype
@@ -137,66 +129,6 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     if text:
         own.write_text(text, encoding="utf-8")
     return c
-
-
-def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Settings by their names and what no setting stands for, of the YAML files, script and flags of a command."""
-    folder, words = ".", [str(path), *arguments]
-    if path.suffix not in (".py", ".yaml", ".yml"):
-        folder, *words = [*words_of(path, arguments, TRAINING, LAUNCHERS), *arguments]
-    given: dict[str, Any] = {}
-    script, start = None, 0
-    for index, word in enumerate(words):
-        file = next((file for file in (Path(folder, word), path.parent / word) if file.is_file()), None)
-        if file is not None and word.endswith((".yaml", ".yml")) and words[index - 1] != "--config_file":
-            given |= read_yaml(file)
-        elif file is not None and word.endswith(".py") and script is None:
-            script, start = file, index + 1
-    given |= read_flags(words[: max(0, start - 1)]) | read_flags(words[start:])
-    if script is None:
-        return given, []
-    record = trainer_of(script, words[start:], given)
-    trainer = record["trainer"]["name"].rpartition(".")[2].removesuffix("()")
-    if trainer not in ("GRPOTrainer", OWN_TRAINER):
-        rloo = "; objective=rloo is RLOO here" if trainer == "RLOOTrainer" else ""
-        raise ValueError(f"{script.name}: its trainer is {trainer}, and settings are read of GRPOTrainer alone{rloo}")
-    made, code = settings_of(record["trainer"])
-    own = [name for name in record["own"] if not SECRET.search(name)]  # a key stays behind, and is told of
-    given = {name: value for name, value in given.items() if name not in own}
-    factory = made.get("environment_factory")
-    if factory is not None and not (_is_in_file(factory) and not own):  # it is as the script has made it
-        arguments = words[start:] if record["taken"] else _words_of(words[start:], own)
-        made["environment_factory"] = shlex.join([os.path.abspath(script), *arguments])
-    if factory is not None and record["rewarded"]:
-        made[REWARDED] = True
-    code += [f"{name} is a trainer of the script's own: what its methods change" for name in record["classes"]]
-    if given.get("dataset_name") and not record["taken"]:  # the rows that the script makes are in it
-        code = [line for line in code if not line.startswith("train_dataset")]
-    given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags
-    return {name: value for name, value in given.items() if name not in record["taken"]}, code
-
-
-def _as_lines(columns: dict[str, list[Any]], file: Path) -> str:
-    """The text of a file of these rows. ValueError where it is there with others."""
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if text and file.exists() and file.read_text(encoding="utf-8") != text:
-        raise ValueError(f"{file} is there with other rows than the script's: move it, or give its own --dataset_name")
-    return text
-
-
-def _is_in_file(factory: Any) -> bool:
-    """Whether importing the script is enough to have it."""
-    return isinstance(factory, str) and factory.partition(".py:")[2].isidentifier()
-
-
-def _words_of(words: list[str], flags: list[str]) -> list[str]:
-    """Those of a command's words that are these flags and their values, or come before any flag."""
-    kept, is_kept = [], True
-    for word in words:
-        is_kept = word[2:].partition("=")[0] in flags if word.startswith("--") else is_kept
-        kept += [word] if is_kept else []
-    return kept
 
 
 def _held_out(c: Conversion, files: list[str], code: list[str]) -> list[str]:
@@ -251,8 +183,8 @@ def _environment(c: Conversion) -> None:
     """The class or the tools of a script, and how many turns a trajectory may have."""
     factory, tools, found = c.value("environment_factory"), c.value("tools", texts, []), dict[str, Any]()
     for name in filter(None, [factory, *tools]):
-        is_script = name == factory and not _is_in_file(name)
-        if not is_script and not _is_in_file(name):
+        is_script = name == factory and not is_in_file(name)
+        if not is_script and not is_in_file(name):
             c.dropped.append(f"{name} is made by code; write it into a file and set environment.tools")
         elif name == factory:
             found["environment.factory"] = name

@@ -1,12 +1,22 @@
-"""What a TRL script gave its trainer, by the names of flags, and what no flag stands for."""
+"""What TRL's files, flags and scripts say, by the names of flags, and what no flag stands for."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
+from infsample_rl.commands.convert.conversion import SECRET
+from infsample_rl.commands.convert.recording import read_yaml, trainer_of, words_of
 from infsample_rl.commands.convert.values import texts
+from infsample_rl.config.peer_flags import read_flags
 
+TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
+OWN_TRAINER = "Trainer"  # a class of the script's own
+REWARDED = "get_reward of environment_factory"  # among its settings: whether there is one
 COLUMNS = "rows that the script makes"  # among its settings, until they are in a file
 # GRPOTrainer's, in their order
 TRAINER = (
@@ -16,7 +26,7 @@ TRAINER = (
 )
 NOT_READ = {
     "reward_processing_classes": "a reward model has the tokenizer of its own folder",
-    "callbacks": "what they change is not",
+    "callbacks": "what they change",
     "optimizers": "there is learner.optimizer, with learner.lr_schedule",
     "quantization_config": "weights are not quantized",
     "rollout_func": "set environment.factory or environment.tools",
@@ -25,7 +35,44 @@ OURS = {"train_dataset": "data.source", "eval_dataset": "data.eval_source"}
 TOKENIZERS = {"pad_token", "pad_token_id", "padding_side", "use_fast", "trust_remote_code", "token"}  # as it is anyway
 
 
-def settings_of(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Settings by their names and what no setting stands for, of the YAML files, script and flags of a command."""
+    folder, words = ".", [str(path), *arguments]
+    if path.suffix not in (".py", ".yaml", ".yml"):
+        folder, *words = [*words_of(path, arguments, TRAINING, LAUNCHERS), *arguments]
+    given: dict[str, Any] = {}
+    script, start = None, 0
+    for index, word in enumerate(words):
+        file = next((file for file in (Path(folder, word), path.parent / word) if file.is_file()), None)
+        if file is not None and word.endswith((".yaml", ".yml")) and words[index - 1] != "--config_file":
+            given |= read_yaml(file)
+        elif file is not None and word.endswith(".py") and script is None:
+            script, start = file, index + 1
+    given |= read_flags(words[: max(0, start - 1)]) | read_flags(words[start:])
+    if script is None:
+        return given, []
+    record = trainer_of(script, words[start:], given)
+    trainer = record["trainer"]["name"].rpartition(".")[2].removesuffix("()")
+    if trainer not in ("GRPOTrainer", OWN_TRAINER):
+        rloo = "; objective=rloo is RLOO here" if trainer == "RLOOTrainer" else ""
+        raise ValueError(f"{script.name}: its trainer is {trainer}, and settings are read of GRPOTrainer alone{rloo}")
+    made, code = _settings_of(record["trainer"])
+    own = [name for name in record["own"] if not SECRET.search(name)]  # a key stays behind, and is told of
+    given = {name: value for name, value in given.items() if name not in own}
+    factory = made.get("environment_factory")
+    if factory is not None and not (is_in_file(factory) and not own):  # it is as the script has made it
+        arguments = words[start:] if record["taken"] else _words_of(words[start:], own)
+        made["environment_factory"] = shlex.join([os.path.abspath(script), *arguments])
+    if factory is not None and record["rewarded"]:
+        made[REWARDED] = True
+    code += [f"{name} is a trainer of the script's own: what its methods change" for name in record["classes"]]
+    if given.get("dataset_name") and not record["taken"]:  # the rows that the script makes are in it
+        code = [line for line in code if not line.startswith("train_dataset")]
+    given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags
+    return {name: value for name, value in given.items() if name not in record["taken"]}, code
+
+
+def _settings_of(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Those of a trainer as trl_run.py writes it."""
     given = dict(zip(TRAINER, trainer["args"], strict=False)) | trainer["kwargs"]
     given = {name: value for name, value in given.items() if value not in (None, [], [None, None])}
@@ -121,3 +168,26 @@ def _reward(function: Any) -> str:
 def _calls(made: Any) -> list[dict[str, Any]]:
     """The calls that a value is made by, the last one first."""
     return [made, *_calls(made["of"])] if isinstance(made, dict) and "of" in made else []
+
+
+def as_lines(columns: dict[str, list[Any]], file: Path) -> str:
+    """The text of a file of these rows. ValueError where it is there with others."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if text and file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{file} is there with other rows than the script's: move it, or give its own --dataset_name")
+    return text
+
+
+def is_in_file(factory: Any) -> bool:
+    """Whether importing the script is enough to have it."""
+    return isinstance(factory, str) and factory.partition(".py:")[2].isidentifier()
+
+
+def _words_of(words: list[str], flags: list[str]) -> list[str]:
+    """Those of a command's words that are these flags and their values, or come before any flag."""
+    kept, is_kept = [], True
+    for word in words:
+        is_kept = word[2:].partition("=")[0] in flags if word.startswith("--") else is_kept
+        kept += [word] if is_kept else []
+    return kept
