@@ -69,6 +69,7 @@ ROWS = (
     Row("actor.adam.weight_decay", "learner.weight_decay", float, 0.0),
     Row("actor.adam.betas", "learner.beta1", lambda betas: float(betas[0]), [0.9, 0.95]),
     Row("actor.adam.betas", "learner.beta2", lambda betas: float(betas[1]), [0.9, 0.95]),
+    Row("actor.adam.eps", "learner.adam_epsilon", float),
     Row("actor.lr_scheduler", "learner.lr_schedule", choose(SCHEDULES, "no such schedule"), "cosine_with_min_lr"),
     Row("actor.min_lr_ratio", "learner.min_lr_ratio", float, 0.1),
     Row("actor.max_norm", "learner.max_grad_norm", float, 1.0),

@@ -27,7 +27,7 @@ from infsample_rl.reward.functions import RULES
 IS = "vllm_importance_sampling"
 OLD_NAMES = {"nproc_per_node": "num_processes", "torch_dtype": "dtype", f"{IS}_cap": f"{IS}_clip_max"}
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
-LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
+LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo", "cispo": "cispo"}
 SCALES = {"group": "std", True: "std", "none": "mean_only", False: "mean_only"}
 WEIGHTS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
 ADAPTERS = "adapters of whole modules are all that is trained"
@@ -39,9 +39,11 @@ ROWS = (
     Row("seed", "run.seed", int, 42),
     Row("num_train_epochs", "run.epochs", float, 3.0),
     Row("model_name_or_path", "model.path", local_path),
+    Row("trust_remote_code", "model.trust_remote_code", truth),
     Row("bf16", "model.dtype", lambda on: "bfloat16" if truth(on) else "float32", True),
     Row("fp16", "model.dtype", lambda on: "float16" if truth(on) else None),
     Row("dtype", "model.dtype", lambda name: str(name) if "float16" in str(name) else None),
+    Row("shuffle_dataset", "data.shuffle", truth),
     Row("dataset_train_split", "data.split", str, "train"),
     Row("dataset_test_split", "data.eval_split", str, "test", "eval_strategy"),
     Row("processing_class", "model.tokenizer_path", local_path),
@@ -53,6 +55,7 @@ ROWS = (
     Row("temperature", "rollout.temperature", float, 1.0),
     Row("top_p", "rollout.top_p", float, 1.0),
     Row("top_k", "rollout.top_k", not_negative, 0),
+    Row("min_p", "rollout.min_p", float),
     Row("num_iterations", "objective.epochs", int, 1),
     Row("loss_type", "objective.loss", choose(LOSSES, "no such loss"), "dapo"),
     Row("importance_sampling_level", "objective.loss", lambda level: "gspo" if level == "sequence" else None),
@@ -60,12 +63,16 @@ ROWS = (
     Row("epsilon", "objective.clip_low", float, 0.2),
     Row("epsilon", "objective.clip_high", float, 0.2),
     Row("epsilon_high", "objective.clip_high", float),
+    Row("entropy_coef", "objective.entropy_coef", float),
     Row("beta", "objective.kl_coef", float, 0.0),
     Row("beta", "objective.kl", lambda beta: None if float(beta) else "none", 0.0),
     Row("use_bias_correction_kl", "objective.kl", lambda on: "k2" if truth(on) else "k3", True, "beta"),
     Row("learning_rate", "learner.lr", float, 1e-6),
     Row("lr_scheduler_type", "learner.lr_schedule", choose(SCHEDULES, "no such schedule"), "linear"),
     Row("lr_scheduler_kwargs", "learner.min_lr_ratio", lambda kwargs: float(kwargs["min_lr_rate"])),
+    Row("adam_beta1", "learner.beta1", float),
+    Row("adam_beta2", "learner.beta2", float),
+    Row("adam_epsilon", "learner.adam_epsilon", float),
     Row("weight_decay", "learner.weight_decay", float, 0.0),
     Row("max_grad_norm", "learner.max_grad_norm", float, 1.0),
     Row("optim", "learner.optimizer", choose(OPTIMIZERS, "adamw or adamw_8bit"), "adamw_torch"),
@@ -121,6 +128,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     if not c.is_off("use_peft") and not c.is_off("use_rslora"):
         scaled = c.ours("learner.lora_alpha") * math.sqrt(c.ours("learner.lora_rank"))
         c.set("learner.lora_alpha", scaled, "lora_alpha lora_r use_rslora", "alpha times the root of the rank")
+    if c.ours("objective.loss") == "cispo":
+        _cispo(c)
     _steps(c)
     _environment(c)
     _rewards(c)
@@ -142,6 +151,18 @@ def _held_out(c: Conversion, files: list[str], code: list[str]) -> list[str]:
         c.drop("eval_strategy", "a file has no other split; give held-out rows as data.eval_source")
         return []
     return files
+
+
+def _cispo(c: Conversion) -> None:
+    """Its one bound is of the ratio itself in TRL, and of how far that is above 1 here."""
+    theirs = "epsilon" if c.value("epsilon_high") is None else "epsilon_high"
+    bound = c.ours("objective.clip_high")
+    for ours in ("objective.clip_low", "objective.clip_high"):
+        c.settings.pop(ours, None)
+    if bound >= 1:
+        c.set("objective.clip_high", bound - 1, theirs, "of 1 + clip_high")
+    else:
+        c.drop(theirs, "cispo's bound of the ratio, 1 + objective.clip_high, is at least 1")
 
 
 def _steps(c: Conversion) -> None:

@@ -67,6 +67,7 @@ def test_nothing_of_a_script_is_dropped_in_silence_and_keys_are_never_shown(conv
         ("--algo.kl.estimator k3 --algo.kl.target 6 --ds.lora.dropout 0.1", {"objective.kl": "none"}, ""),
         ("--algo.kl.init_coef 0.02 --algo.kl.target 6", {}, "algo.kl.target=6: the weight of a KL stays as it is"),
         ("--ds.lora.rank 8 --ds.lora.dropout 0.1", {}, "ds.lora.dropout=0.1: adapters have no dropout"),
+        ("--actor.adam.eps 1e-7", {"learner.adam_epsilon": 1e-7}, ""),
         ("--ds.load_in_4bit", {}, "ds.load_in_4bit=True"),
         ("--algo.advantage.gamma 0.9", {}, "algo.advantage.gamma=0.9: rewards are not discounted"),
         ("--data.prompt_dataset a.jsonl,b.jsonl", {}, "its rows could not be counted"),

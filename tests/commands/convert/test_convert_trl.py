@@ -9,6 +9,7 @@ import pytest
 from infsample_rl.commands.convert import recording
 
 WHOLE = "per_device_train_batch_size: 1\nnum_generations: 16\n"
+ADAM = {"learner.beta1": 0.8, "learner.beta2": 0.95, "learner.adam_epsilon": 1e-7}
 PEFT, IS = "use_peft: true\nlora_dropout: 0\n", "vllm_importance_sampling"
 LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
 RECIPE = """
@@ -268,6 +269,15 @@ def test_a_shell_command_of_its_command_line(convert, tmp_path):
         (f"use_vllm: true\n{IS}_mode: token_truncate\n{IS}_cap: 4", {"objective.importance_cap": 4.0}, ""),
         (f"use_vllm: true\n{IS}_correction: false", {"objective.importance": "none"}, ""),
         (f"use_vllm: true\n{IS}_clip_min: 0.5", {}, f"{IS}_clip_min=0.5: weights have a cap alone"),
+        ("adam_beta1: 0.8\nadam_beta2: 0.95\nadam_epsilon: 1.0e-7", ADAM, ""),
+        ("entropy_coef: 0.01\nmin_p: 0.05", {"objective.entropy_coef": 0.01, "rollout.min_p": 0.05}, ""),
+        (
+            "shuffle_dataset: false\ntrust_remote_code: true",
+            {"data.shuffle": False, "model.trust_remote_code": True},
+            "",
+        ),
+        ("loss_type: cispo\nepsilon_high: 5", {"objective.loss": "cispo", "objective.clip_high": 4.0}, ""),
+        ("loss_type: cispo\nepsilon: 0.3", {"objective.clip_high": 0.2}, "epsilon=0.3: cispo's bound of the ratio"),
         # 64 responses are 4 prompts; TRL's 64 updates of one response are 4 of one prompt here
         (f"{WHOLE}generation_batch_size: 64\nmax_steps: 640", {"data.prompts_per_step": 4, "run.steps": 10}, ""),
         (f"{WHOLE}steps_per_generation: 64\nmax_steps: 640\nwarmup_steps: 32", {"learner.warmup_steps": 2}, ""),

@@ -88,6 +88,13 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
         ("reward_model.reward_manager=mine", {}, "reward_model.reward_manager=mine: a reward manager is not run"),
         ("reward.reward_manager.name=gdpo", {}, "reward_manager.name=gdpo: a reward manager is not run"),
         ("reward_model.reward_manager=batch", {}, ""),
+        ("ACTOR.optim.betas=[0.8,0.95]", {"learner.beta1": 0.8, "learner.beta2": 0.95}, ""),
+        ("ACTOR.optim.lr_scheduler_type=cosine ACTOR.optim.min_lr_ratio=0.1", {"learner.min_lr_ratio": 0.1}, ""),
+        (
+            "data.shuffle=False MODEL.trust_remote_code=True",
+            {"data.shuffle": False, "model.trust_remote_code": True},
+            "",
+        ),
         (f"{LONG}.enable=True {LONG}.len=8 reward.reward_kwargs.max_resp_len=512", {}, ""),
         (
             f"{LONG}.enable=True {LONG}.len=8 reward.reward_kwargs.max_resp_len=500",
@@ -98,11 +105,17 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
     ],
 )
 def test_settings_by_their_name(convert, arguments, settings, dropped):
-    words = arguments.replace("ACTOR", "actor_rollout_ref.actor").split()
+    words = arguments.replace("ACTOR", "actor_rollout_ref.actor").replace("MODEL", "actor_rollout_ref.model").split()
     found = convert("verl", "one.yaml", "defaults: [ppo_trainer, _self_]\n" + MINIMAL, *words)
     assert found.has(settings) == settings
     assert dropped in found.said and found.code == (3 if dropped else 0)
     assert found.functions() == [("data_source", 1.0)]
+
+
+def test_a_reward_model_is_found_by_its_new_and_its_old_name(convert):
+    for name in ("reward.reward_model.model_path", "reward_model.model.path"):
+        found = convert("verl", "one.yaml", MINIMAL, "reward_model.enable=True", f"{name}=e/f")
+        assert found.config.reward.functions[0].name == "model:e/f" and found.code == 0
 
 
 def test_every_training_file_is_kept_and_every_row_counts_alike(convert, tmp_path):
