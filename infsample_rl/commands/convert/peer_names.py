@@ -60,6 +60,7 @@ BY_CODE: dict[str, dict[str, str]] = {
         "save_steps": "run.checkpoint_every",
         "save_strategy": "run.checkpoint_every",
         "eval_steps": "run.eval_every",
+        "lr_scheduler_kwargs": "learner.min_lr_ratio",
         "warmup_steps": "learner.warmup_steps; in updates",
         "warmup_ratio": "learner.warmup_steps; in updates",
         "reward_funcs": FUNCTIONS,

@@ -14,6 +14,7 @@ from infsample_rl.commands.convert.values import (
     local_path,
     local_paths,
     not_negative,
+    numbers,
     only,
     positive,
     texts,
@@ -30,6 +31,7 @@ OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit"
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo", "cispo": "cispo"}
 SCALES = {"group": "std", True: "std", "none": "mean_only", False: "mean_only"}
 WEIGHTS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
+HALF_CYCLE = ("num_cycles", 0.5)  # of a cosine, as it has here
 ADAPTERS = "adapters of whole modules are all that is trained"
 OWN_REWARDS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math", "think_format_reward": "think_format"}
 
@@ -69,7 +71,6 @@ ROWS = (
     Row("use_bias_correction_kl", "objective.kl", lambda on: "k2" if truth(on) else "k3", True, "beta"),
     Row("learning_rate", "learner.lr", float, 1e-6),
     Row("lr_scheduler_type", "learner.lr_schedule", choose(SCHEDULES, "no such schedule"), "linear"),
-    Row("lr_scheduler_kwargs", "learner.min_lr_ratio", lambda kwargs: float(kwargs["min_lr_rate"])),
     Row("adam_beta1", "learner.beta1", float),
     Row("adam_beta2", "learner.beta2", float),
     Row("adam_epsilon", "learner.adam_epsilon", float),
@@ -195,9 +196,21 @@ def _steps(c: Conversion) -> None:
             c.set(f"run.{ours}", 0, f"{kind}_strategy")
         else:
             c.drop(f"{kind}_strategy", f"set run.{ours}, in steps")
+    _lowest_lr(c)
     if c.value("lr_scheduler_type") != "constant":  # which has no warm-up in transformers
         c.set_warmup("warmup_ratio")
         c.set_warmup("warmup_steps", unit)
+
+
+def _lowest_lr(c: Conversion) -> None:
+    """That of a cosine, which they give as it is or as a share of the highest."""
+    kwargs = c.value("lr_scheduler_kwargs", numbers)
+    shares = {"min_lr_rate": 1.0, "min_lr": c.ours("learner.lr")}
+    for name in kwargs.keys() & shares:
+        c.set("learner.min_lr_ratio", kwargs[name] / shares[name], "lr_scheduler_kwargs")
+    others = {name: value for name, value in kwargs.items() if name not in shares and (name, value) != HALF_CYCLE}
+    if others:
+        c.drop("lr_scheduler_kwargs", f"there is learner.min_lr_ratio, and nothing for {', '.join(others)}")
 
 
 def _environment(c: Conversion) -> None:
@@ -222,6 +235,8 @@ def _rewards(c: Conversion) -> None:
     """Rules, functions in files and models of scripts, with their weights."""
     names = c.value("reward_funcs", texts)
     weights = c.value("reward_weights", lambda value: [float(weight) for weight in value or [1.0] * len(names)])
+    if len(weights) != len(names):
+        raise ValueError(f"reward_weights has {len(weights)} entries for {len(names)} reward_funcs: give one for each")
     rewarded = c.value(REWARDED, bool, False) or not names
     functions = [{"name": ENVIRONMENT, "weight": 1.0}] if rewarded and c.ours("environment.factory") else []
     for theirs, weight in zip(names, weights, strict=True):

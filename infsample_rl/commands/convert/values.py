@@ -45,6 +45,11 @@ def dictionary(value: Any) -> dict[str, Any]:
     return found
 
 
+def numbers(value: Any) -> dict[str, float]:
+    """A dictionary of numbers, or JSON of one, empty for None; ValueError otherwise."""
+    return {name: float(number) for name, number in dictionary(value or {}).items()}
+
+
 def count_rows(file: str) -> int | None:
     """Rows of a file of data; None where it is not here, or no such file."""
     path = Path(file)

@@ -10,6 +10,7 @@ from infsample_rl.commands.convert import recording
 
 WHOLE = "per_device_train_batch_size: 1\nnum_generations: 16\n"
 ADAM = {"learner.beta1": 0.8, "learner.beta2": 0.95, "learner.adam_epsilon": 1e-7}
+LOWEST = "learning_rate: 2.0e-6\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: "
 PEFT, IS = "use_peft: true\nlora_dropout: 0\n", "vllm_importance_sampling"
 LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
 RECIPE = """
@@ -278,6 +279,9 @@ def test_a_shell_command_of_its_command_line(convert, tmp_path):
         ),
         ("loss_type: cispo\nepsilon_high: 5", {"objective.loss": "cispo", "objective.clip_high": 4.0}, ""),
         ("loss_type: cispo\nepsilon: 0.3", {"objective.clip_high": 0.2}, "epsilon=0.3: cispo's bound of the ratio"),
+        (f"{LOWEST}{{min_lr: 1.0e-7}}", {"learner.lr_schedule": "cosine", "learner.min_lr_ratio": 0.05}, ""),
+        (f"{LOWEST}{{min_lr_rate: 0.1, num_cycles: 0.5}}", {"learner.min_lr_ratio": 0.1}, ""),
+        (f"{LOWEST}{{min_lr_rate: 0.1, num_cycles: 2}}", {"learner.min_lr_ratio": 0.1}, "and nothing for num_cycles"),
         # 64 responses are 4 prompts; TRL's 64 updates of one response are 4 of one prompt here
         (f"{WHOLE}generation_batch_size: 64\nmax_steps: 640", {"data.prompts_per_step": 4, "run.steps": 10}, ""),
         (f"{WHOLE}steps_per_generation: 64\nmax_steps: 640\nwarmup_steps: 32", {"learner.warmup_steps": 2}, ""),
@@ -297,6 +301,8 @@ def test_settings_by_their_name(convert, changed, settings, dropped):
     [
         (LEAST.replace("model_name_or_path: a/b", ""), "nothing says what model.path is to be"),
         (f"{LEAST}num_generations: 3\n", "are no whole groups of num_generations=3"),
+        (f"{LEAST}reward_weights: [1, 2]\n", "reward_weights has 2 entries for 1 reward_funcs"),
+        (f"{LEAST}{LOWEST}{{min_lr: low}}\n", "is not a value that trl 1.16.0 takes"),
         (f"{LEAST}generation_batch_size: 12\n", "generation_batch_size=12 is no multiple of the 8 responses"),
         (f"{LEAST}learning_rate: fast\n", "learning_rate=fast is not a value that trl 1.16.0 takes"),
     ],
