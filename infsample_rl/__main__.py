@@ -10,7 +10,7 @@ from infsample_rl import __version__
 COMMANDS = {  # name: (module with main(arguments), what it does)
     "train": ("infsample_rl.main", "train a policy; python -m infsample_rl.main is the same"),
     "plan": (
-        "infsample_rl.plan.__main__",
+        "infsample_rl.commands.plan",
         "what a run will take, before it starts: memory, and the time of a decode step",
     ),
     "evaluate": (

@@ -33,7 +33,7 @@ RANKS = {
     "__main__": 12,
 }
 # python -m infsample_rl.NAME runs commands/NAME.py
-SHORT_NAMES = {"simulate": "commands", "chaos": "commands", "evaluate": "commands"}
+SHORT_NAMES = {"simulate": "commands", "chaos": "commands", "evaluate": "commands", "plan.__main__": "commands"}
 
 
 def modules_under(root: Path) -> dict[str, Path]:
@@ -59,12 +59,9 @@ def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """infsample_rl.rollout.worker -> rollout; infsample_rl -> __init__; infsample_rl.plan.__main__, a command that
-    nothing below it imports -> __main__."""
-    parts = module.split(".")
-    if parts[-1] == "__main__":
-        return "__main__"
-    return "__init__" if len(parts) == 1 else SHORT_NAMES.get(parts[1], parts[1])
+    """infsample_rl.rollout.worker -> rollout; infsample_rl -> __init__; infsample_rl.simulate -> commands."""
+    name = module.partition(".")[2]
+    return SHORT_NAMES.get(name, name.partition(".")[0] or "__init__")
 
 
 def wrong_directions(root: Path) -> list[str]:
@@ -162,9 +159,10 @@ def house(tmp_path) -> Path:
     ],
     ids=["at the top", "lazily", "for the type checker"],
 )
-def test_an_import_that_goes_up_is_found(house, text):
-    (house / "cluster" / "up.py").write_text(text)
-    assert wrong_directions(house.parent) == ["infsample_rl.cluster.up imports infsample_rl.controller.driver"]
+@pytest.mark.parametrize("name", ["up", "__main__"])
+def test_an_import_that_goes_up_is_found(house, name, text):
+    (house / "cluster" / f"{name}.py").write_text(text)
+    assert wrong_directions(house.parent) == [f"infsample_rl.cluster.{name} imports infsample_rl.controller.driver"]
 
 
 def test_siblings_that_meet_are_found(house):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from infsample_rl.commands.plan import main
 from infsample_rl.config.loading import load_config
 from infsample_rl.plan import processes
-from infsample_rl.plan.__main__ import main
 from infsample_rl.plan.decode_time import decode_time
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
