@@ -29,13 +29,13 @@ Page = dict[str, Any]
 def write_report(run_dirs: Sequence[Path], out: Path) -> list[str]:
     """Write the page of one run, or of several compared, in one move; returns what was missing or damaged. ValueError
     for folders without a run."""
-    runs = [read_run(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
+    runs = [read_run(path, label) for path, label in zip(run_dirs, _labels(run_dirs), strict=True)]
     page = page_of(runs)
     write_atomically(out, render(page))
     return [note if len(runs) == 1 else f"{label}: {note}" for label, note in page["notes"]]
 
 
-def labels(run_dirs: Sequence[Path]) -> list[str]:
+def _labels(run_dirs: Sequence[Path]) -> list[str]:
     """Folder names, with as many of their parents as tell them apart: a/x, b/x -> "a/x", "b/x"; a/x, a/y -> "x",
     "y"."""
     parts = [path.resolve().parts for path in run_dirs]
