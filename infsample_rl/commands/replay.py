@@ -48,7 +48,7 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     ours = ["cluster.learner_ranks=1", "cluster.colocate=false", "learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += [f"cluster.{role}_gpus={gpus}" for role in ("learner", "reference")]
     ours += ["cluster.rollout_workers=1", "cluster.rollout_gpus=0"]
-    ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
+    ours += ["objective.kl_reward_coef=0"]  # it is in the recorded advantages
     for override in overrides:
         section, _, key = override.partition("=")[0].lstrip("+~").partition(".")
         is_read = section not in ("data", "reward", "logging", "rollout") or key in ("temperature", "max_new_tokens")

@@ -35,10 +35,9 @@ class ObjectiveConfig:
         low=0,
         read_if=lambda c: c.objective.kl != "none" or c.objective.kl_coef == 0,
     )
-    kl_in_reward: bool = setting(
-        False, "subtract kl_reward_coef x log(policy / reference) from every reward (section 3.4)"
+    kl_reward_coef: float = setting(
+        0.0, "every reward loses kl_reward_coef x log(policy / reference) (section 3.4); 0: none", low=0
     )
-    kl_reward_coef: float = setting(0.0, "beta of the KL in the reward", low=0)
     reward_coef: float = setting(1.0, "weight of the rewards' advantages", low=0)
     distill_coef: float = setting(
         0.0,
@@ -104,8 +103,6 @@ class ObjectiveConfig:
         check_bounds("objective", self)
         check_pairs(
             [
-                ("objective.kl_in_reward=true", "objective.kl_reward_coef>0", ""),
-                ("objective.kl_reward_coef>0", "objective.kl_in_reward=true", "nothing reads it otherwise"),
                 ("objective.reward_coef=0", "objective.distill_coef>0", "nothing would be trained"),
                 ("objective.distill_kl=forward", "objective.distill_top_k>0", "its mean is over the teacher's tokens"),
                 ("objective.distill_coef>0", "objective.loss=grpo|dr_grpo|dapo|cispo", "gspo has one ratio a response"),
@@ -128,6 +125,11 @@ class ObjectiveConfig:
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term."""
         return self.kl != "none" and self.kl_coef > 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether rewards have a KL term."""
+        return self.kl_reward_coef > 0
 
     @property
     def needs_reference(self) -> bool:

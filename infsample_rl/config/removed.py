@@ -1,15 +1,18 @@
 """Settings that are gone: refused with what replaces them, and dropped from old runs where they stood at their
-default."""
+default, or where another setting says the same."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+ANY = object()
+
 
 @dataclasses.dataclass(frozen=True)
 class Removed:
-    """What a setting was when it went, and what to do without it: `instead` follows "it is gone: "."""
+    """What a setting was when it went, ANY where another says the same, and what to do without it: `instead` follows
+    "it is gone: "."""
 
     default: Any
     instead: str
@@ -19,6 +22,7 @@ _CPUS = Removed(None, "set cluster.cpus_per_worker, of every worker")
 REMOVED = {
     "learner.moments_folder": Removed(None, "take learner.offload_optimizer=true or learner.optimizer=adamw_8bit"),
     "learner.warmup_ratio": Removed(0.0, "set learner.warmup_steps, the share times the run's updates"),
+    "objective.kl_in_reward": Removed(ANY, "set objective.kl_reward_coef, which is the KL's weight, 0 for none"),
     "objective.shuffle_advantages": Removed(False, "tests/runs/test_learning.py makes that run"),
     "data.size": Removed(1000, "set data.generator_kwargs.size"),
     "data.generator_seed": Removed(0, "set data.generator_kwargs.seed"),
@@ -63,6 +67,6 @@ def without_removed(settings: dict[str, Any]) -> dict[str, Any]:
             gone = REMOVED.get(f"{section}.{key}")
             if gone is None:
                 kept[section][key] = value
-            elif value != gone.default:
+            elif gone.default not in (ANY, value):
                 raise ValueError(f"{section}.{key}={value}: {why_removed(f'{section}.{key}')}")
     return kept

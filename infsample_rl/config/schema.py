@@ -33,7 +33,7 @@ PAIRS = (
     ("run.max_staleness=1", "objective.importance=auto|token_tis|sequence_tis", "samples are one policy behind"),
     ("run.max_staleness=1", "objective.dynamic_sampling=false", "further prompts would wait for the next weights"),
     ("run.max_staleness=1", "cluster.colocate=false", "weights would change while they sample"),
-    ("objective.kl_in_reward=true", "reference.placement=workers", "rewards need it before the learner has a sample"),
+    ("objective.kl_reward_coef>0", "reference.placement=workers", "rewards need it before the learner has a sample"),
     ("reference.placement=workers", "reference.offload=false", "a worker has no other use for its memory"),
     (
         "reference.placement=learner learner.lora_rank>0",

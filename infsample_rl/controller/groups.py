@@ -230,8 +230,8 @@ class StepGroups:
         return [self._config.environment_weight * reward for reward in given] or [0.0]
 
     def _shaped_reward(self, sample: SampleRecord) -> float | None:
-        """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong
-        responses."""
+        """r_i - beta log(pi / pi_ref) where the KL is in the reward (the paper's section 3.4), and DAPO's punishment
+        of overlong responses."""
         if sample.reward is None:
             return None
         objective, reward = self._config.objective, sample.reward

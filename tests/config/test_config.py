@@ -207,7 +207,6 @@ WRONG = [
         ["learner.max_tokens_per_micro_batch=100"],
         "learner.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens",
     ),
-    (["objective.kl_in_reward=true"], "objective.kl_reward_coef must be > 0 with objective.kl_in_reward=true"),
     (["rollout.micro_group_size=64"], "rollout.micro_group_size must be <= rollout.group_size = 32, got 64"),
     (["learner.warmup_steps=9", "run.steps=3"], "learner.warmup_steps must be <= 3, the updates of 3 steps, got 9"),
     (["reward.functions=[]"], "reward.functions is empty"),
@@ -376,8 +375,8 @@ WRONG = [
         "learner.optimizer must be adamw with learner.backend=deepspeed",
     ),
     (
-        ["objective.kl_in_reward=true", "objective.kl_reward_coef=0.1", "reference.placement=learner"],
-        "reference.placement must be workers with",
+        ["objective.kl_reward_coef=0.1", "reference.placement=learner"],
+        "reference.placement must be workers with objective.kl_reward_coef=0.1, got learner",
     ),
     (["reference.offload=true"], "reference.offload must be false with reference.placement=workers, got true"),
     (

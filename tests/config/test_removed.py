@@ -39,6 +39,9 @@ def test_an_old_run_is_read_without_what_is_gone_unless_it_was_changed(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     config = load_run_config(tmp_path, [])
     assert (config.run.seed, config.rollout.slots) == (settings["run"]["seed"], settings["rollout"]["slots"])
+    settings["objective"] |= {"kl_in_reward": True, "kl_reward_coef": 0.05}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert load_run_config(tmp_path, []).objective.kl_in_reward  # its coefficient says so
     settings["data"]["size"] = 7
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(ValueError) as refused:

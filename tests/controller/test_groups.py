@@ -130,8 +130,8 @@ def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_a_teacher_or_
         assert len(trainable_specs(groups.take_complete()[0], settings)) == sent
 
 
-def test_kl_in_reward_is_subtracted_before_the_advantages():
-    settings = config(advantage="mean_only", kl_in_reward=True, kl_reward_coef=0.5)
+def test_a_kl_in_the_reward_is_subtracted_before_the_advantages():
+    settings = config(advantage="mean_only", kl_reward_coef=0.5)
     groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=True)
     groups.add_micro_group(0, header(0, [0, 1]))
     groups.add_rewards(0, rewards(1.0, 1.0))

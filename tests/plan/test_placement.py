@@ -40,9 +40,7 @@ def test_reference_workers_with_a_kl_in_loss_or_reward_and_none_without():
     plain = [("rollout", 3, 0.0), ("reward", 1, 0.0), ("learner", 2, 0.0)]
     assert layout("objective=no_kl", "cluster.rollout_workers=3") == plain
     assert ("reference", 1, 0.0) in layout("objective=default")
-    assert ("reference", 1, 0.0) in layout(
-        "objective=no_kl", "objective.kl_in_reward=true", "objective.kl_reward_coef=0.1"
-    )
+    assert ("reference", 1, 0.0) in layout("objective=no_kl", "objective.kl_reward_coef=0.1")
 
 
 def test_every_worker_has_its_cpus():

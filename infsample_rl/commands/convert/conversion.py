@@ -156,7 +156,7 @@ class Conversion:
     def place(self, learner: int, theirs: str, rollout: int = 0) -> None:
         """One GPU for each; without rollout workers, sampling and training are in one process. The reference of a KL in
         the reward has one of these GPUs, or a quarter of the only one; that of a KL in the loss is by the policy."""
-        in_reward, gpus = self.ours("objective.kl_in_reward"), {"rollout": 1.0, "learner": 1.0}
+        in_reward, gpus = self.ours("objective.kl_reward_coef") > 0, {"rollout": 1.0, "learner": 1.0}
         if not rollout:
             self.set("cluster.colocate", True, theirs, "sampling and training on the same GPUs")
             gpus = dict.fromkeys(gpus, 0.75) if in_reward and learner == 1 else gpus

@@ -110,8 +110,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     if c.is_off("algo.kl.use_loss") or coefficient == 0:
         c.set("objective.kl", "none", KL)
         c.set("objective.kl_coef", 0.0, KL)
-        c.set("objective.kl_in_reward", coefficient > 0, KL, "of a whole response")
-        c.set("objective.kl_reward_coef", coefficient, KL)
+        c.set("objective.kl_reward_coef", coefficient, KL, "of a whole response")
         if coefficient and c.value("algo.kl.estimator") != "k1":
             c.drop("algo.kl.estimator", "a KL in the reward is k1")
     if c.value("actor.lr_scheduler") != "constant":

@@ -81,7 +81,6 @@ ROWS = (
     Row(USE_KL, "objective.kl", lambda on: None if truth(on) else "none", False),
     Row(f"{ACTOR}.kl_loss_type", "objective.kl", choose(KL_LOSSES, "no such estimator"), "low_var_kl", USE_KL),
     Row(f"{ACTOR}.kl_loss_coef", "objective.kl_coef", float, 0.001, USE_KL),
-    Row(KL_REWARD, "objective.kl_in_reward", truth, False),
     Row("algorithm.kl_penalty", "", only("kl", "k1", why="a KL in the reward is k1"), when=KL_REWARD),
     Row(f"{CTRL}.kl_coef", "objective.kl_reward_coef", float, 0.001, KL_REWARD),
     Row(f"{CTRL}.type", "", only("fixed", why=STEADY_KL), when=KL_REWARD),

@@ -60,7 +60,7 @@ def test_nothing_of_a_script_is_dropped_in_silence_and_keys_are_never_shown(conv
     ("added", "settings", "dropped"),
     [
         ("", {"objective.kl": "none", "cluster.rollout_workers": 2, "cluster.colocate": False}, ""),
-        ("--algo.kl.init_coef 0.02", {"objective.kl_in_reward": True, "objective.kl_reward_coef": 0.02}, ""),
+        ("--algo.kl.init_coef 0.02", {"objective.kl": "none", "objective.kl_reward_coef": 0.02}, ""),
         ("--actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log", {"objective.clip_high": 0.3}, ""),
         ("--train.async_enable --ds.lora.rank 8", {"run.max_staleness": 1, "learner.lora_rank": 8}, ""),
         ("--algo.kl.init_coef 0.02 --algo.kl.estimator k3", {}, "algo.kl.estimator=k3: a KL in the reward is k1"),

@@ -134,7 +134,7 @@ def test_every_training_file_is_kept_and_every_row_counts_alike(convert, tmp_pat
 def test_a_kl_in_the_reward_leaves_room_for_the_reference(convert, gpus, ranks, share):
     words = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.01", f"trainer.n_gpus_per_node={gpus}")
     expected = {
-        **{"objective.kl_in_reward": True, "objective.kl_reward_coef": 0.01, "cluster.learner_ranks": ranks},
+        **{"objective.kl_reward_coef": 0.01, "cluster.learner_ranks": ranks},
         **{"cluster.learner_gpus": share, "reference.placement": "workers"},
     }
     assert convert("verl", "one.yaml", MINIMAL, *words).has(expected) == expected
