@@ -147,6 +147,26 @@ def sums_file(tmp_path_factory) -> Path:
     return path
 
 
+REWARD = '''
+def vowels(prompts, completions, answer, **columns):
+    """Share of vowels and digits: something a random model's samples differ in."""
+    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in completions]
+
+
+def rarely(prompts, completions, answer, **columns):
+    """One for responses that begin with a byte of the upper half, in prompts of even sums; zero in all others."""
+    return [float(int(value) % 2 == 0 and text[:1] > "a") for value, text in zip(answer, completions)]
+'''
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory) -> Path:
+    """Reward functions that samples of a random model differ in."""
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(REWARD)
+    return path
+
+
 @pytest.fixture
 def disk_folder(tmp_path) -> Path:
     """An empty folder that is on a disk."""

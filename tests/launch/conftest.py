@@ -16,12 +16,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-REWARD = '''
-def vowels(prompts, completions, answer, **columns):
-    """Share of vowels and digits: something a random model's samples differ in."""
-    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in completions]
-'''
-
 
 @pytest.fixture(scope="session")
 def free_ports():
@@ -65,16 +59,14 @@ def end(process: subprocess.Popen, seconds: float = 30) -> None:
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_qwen3, sums_file, tmp_path_factory) -> list[str]:
+def settings(tiny_qwen3, sums_file, reward_file) -> list[str]:
     """A run of seconds in two rollout workers and one learner rank."""
-    rewards = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
-    rewards.write_text(REWARD)
     return [
         f"model.path={tiny_qwen3}",
         f"data.source={sums_file}",
         "data.eval_source=null",
         "data.max_prompt_tokens=64",
-        f"reward.functions=[{{name: '{rewards}:vowels'}}]",
+        f"reward.functions=[{{name: '{reward_file}:vowels'}}]",
         "data.prompts_per_step=2",
         "rollout.group_size=4",
         "rollout.slots=2",

@@ -12,24 +12,6 @@ import pytest
 from tests.forks import run_module
 from tests.real_runs import Run
 
-REWARD = '''
-def vowels(prompts, completions, answer, **columns):
-    """Share of vowels and digits: something a random model's samples differ in."""
-    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in completions]
-
-
-def rarely(prompts, completions, answer, **columns):
-    """One for responses that begin with a byte of the upper half, in prompts of even sums; zero in all others."""
-    return [float(int(value) % 2 == 0 and text[:1] > "a") for value, text in zip(answer, completions)]
-'''
-
-
-@pytest.fixture(scope="session")
-def reward_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
-    path.write_text(REWARD)
-    return path
-
 
 @pytest.fixture(scope="session")
 def command(tiny_qwen3, sums_file, reward_file) -> Callable[..., list[str]]:

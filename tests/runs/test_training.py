@@ -14,19 +14,6 @@ import torch
 from tests.forks import run_module
 from tests.observe.logged import undescribed
 
-REWARD = '''
-def vowels(prompts, completions, answer, **columns):
-    """Share of vowels and digits: something a random model's samples differ in."""
-    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in completions]
-'''
-
-
-@pytest.fixture(scope="module")
-def reward_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
-    path.write_text(REWARD)
-    return path
-
 
 @pytest.fixture(scope="module")
 def settings(tiny_qwen3, sums_file, reward_file) -> list[str]:
