@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import ray
 
-from infsample_rl.cluster.calls import ANSWER_S
 from infsample_rl.cluster.messages import open_micro_group
+from infsample_rl.cluster.observed import ANSWER_S
 from infsample_rl.cluster.workers import Handle
 from infsample_rl.types import (
     Completion,

@@ -11,12 +11,12 @@ from typing import Any
 import ray
 
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
+from infsample_rl.cluster.observed import status_of
 from infsample_rl.cluster.out_of_memory import is_out_of_memory
 from infsample_rl.cluster.workers import EngineLost, Handle, StepLost, WorkerLost, Workers, worker_name
 from infsample_rl.types import EngineFailed, WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
-ANSWER_S = 10.0  # a process that has not answered status() for so long is taken as gone
 SHOWN = 8  # workers named in a line
 # What gloo and NCCL say on a rank that waits in a collective to which another does not come.
 COLLECTIVE_TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout")
@@ -214,14 +214,6 @@ def _in_short(error: Exception) -> str:
         r"low on memory|Worker exit type: \w+|actor's node was terminated|node has (?:died|been marked dead)[^.]*", text
     )
     return f"its process died ({known[0] if known else text[:160]})"
-
-
-def status_of(handle: Handle) -> WorkerStatus | None:
-    """What a worker says of itself; None when it is gone or does not answer within ANSWER_S."""
-    try:
-        return ray.get(handle.status.remote(), timeout=ANSWER_S)
-    except ray.exceptions.RayError:
-        return None
 
 
 def standing(status: WorkerStatus | None) -> str:

@@ -9,6 +9,7 @@ import ray
 from infsample_rl.observe.phases import report_phases, status, watch_log
 from infsample_rl.types import WorkerPhases, WorkerStatus
 
+ANSWER_S = 10.0  # a process that has not answered status() for so long is taken as gone
 with_groups: Any = ray.remote  # its hints lack concurrency_groups
 # two: give_back() waits for a running step, progress() must not
 with_control = with_groups(concurrency_groups={"control": 2})
@@ -38,3 +39,11 @@ class Observed:
     def status(self) -> WorkerStatus:
         """Process, last log line, and where its threads stand."""
         return status()
+
+
+def status_of(actor: Any) -> WorkerStatus | None:
+    """What a worker says of itself; None when it is gone or does not answer within ANSWER_S."""
+    try:
+        return ray.get(actor.status.remote(), timeout=ANSWER_S)
+    except ray.exceptions.RayError:
+        return None

@@ -9,15 +9,13 @@ import ray
 
 from infsample_rl import lasting_imports
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, unseal
-from infsample_rl.cluster.observed import Observed, with_control
+from infsample_rl.cluster.observed import Observed, status_of, with_control
 from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
 from infsample_rl.config import Config
 from infsample_rl.types import ReferenceResult
 
 if TYPE_CHECKING:  # what a worker imports, it imports where it runs
     from infsample_rl.model.weight_sync.store import StoreAddress
-
-ANSWER_S = 10.0  # a rank that has not answered for so long is taken as gone
 
 
 class ReferenceCalls(Observed):
@@ -50,7 +48,7 @@ class ReferenceCalls(Observed):
                 self._done += 1
             ray.get(asked)
         except (RuntimeError, ray.exceptions.RayError):
-            if self._others and any(gone(rank) for rank in self._others):
+            if self._others and any(status_of(rank) is None for rank in self._others):
                 os._exit(1)  # with all ranks: the driver starts them again
             raise
         return [seal([result.report for result in found]), *found]
@@ -72,15 +70,6 @@ class ReferenceRankCalls(Observed):
         """As ReferenceCalls.logprobs, whose answers are all."""
         for prompt, payload in zip(prompts, payloads, strict=True):
             self.worker.logprobs(unseal(prompt), open_micro_group(payload))
-
-
-def gone(actor: Any) -> bool:
-    """Whether an actor's process has died or hangs."""
-    try:
-        ray.get(actor.progress.remote(), timeout=ANSWER_S)
-    except ray.exceptions.RayError:
-        return True
-    return False
 
 
 RANK = with_control(ReferenceRankCalls)

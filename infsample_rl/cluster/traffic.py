@@ -17,9 +17,10 @@ from infsample_rl.cluster.arrivals import (
     RewardArrival,
     RowArrival,
 )
-from infsample_rl.cluster.calls import Calls, PayloadLost, open_at_once, status_of, value_of
+from infsample_rl.cluster.calls import Calls, PayloadLost, open_at_once, value_of
 from infsample_rl.cluster.interruption import SLICE_S
 from infsample_rl.cluster.messages import seal, unseal
+from infsample_rl.cluster.observed import status_of
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.watchdog import Watchdog
 from infsample_rl.cluster.weight_delivery import WeightDelivery
