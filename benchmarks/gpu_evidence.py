@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.process import ROOT, end_with_terminate
 from infsample_rl.config.command_line import option, run_with_options
+from infsample_rl.observe.versions import commit_of
 
 PAGE_FOLDER = "docs/results/gpu"
 MODEL = "{scratch}/qwen3_1.7b"  # of random weights; made by the first piece that wants it
@@ -230,7 +231,7 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
         "status": process.returncode,
         "records": [_shown(json.loads(line)) for line in said.splitlines() if line.startswith("{")],
         "said": errors.strip()[-1500:] if process.returncode else "",
-        "code": _commit(),
+        "code": commit_of(ROOT),
         "note": "",
     }
 
@@ -238,14 +239,6 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
 def _shown(record: dict[str, Any]) -> dict[str, Any]:
     """Without the workload, which the command says, and which has paths of the machine."""
     return {name: value for name, value in record.items() if name != "workload"}
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def versions() -> dict[str, Any]:
     "gpus": [], ...}"""
     return {
         "infsample_rl": infsample_rl.__version__,
-        "commit": _commit(Path(infsample_rl.__file__).resolve().parent.parent),
+        "commit": commit_of(Path(infsample_rl.__file__).resolve().parent.parent),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
@@ -46,7 +46,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit(checkout: Path) -> str | None:
+def commit_of(checkout: Path) -> str | None:
     """Commit of a git checkout, with a + when files differ from it; None where it is none, or there is no git."""
     if not (checkout / ".git").exists():
         return None
