@@ -140,11 +140,7 @@ def _run(arguments: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    try:
-        return run_command(_run, arguments, usage=__doc__)
-    except KeyboardInterrupt:
-        print()
-        return 0
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":
