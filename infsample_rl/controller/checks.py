@@ -174,9 +174,7 @@ def claim_run_folder(config: Config, run_dir: Path, step: int) -> None:
     """The workers have started, after `step`: from here on the folder is this start's. Before, it holds what the start
     before it left."""
     checkpoints.set_aside_after(run_dir, step)
-    written = run_dir / "config.yaml.partial"
-    written.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-    os.replace(written, run_dir / "config.yaml")
+    write_atomically(run_dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     write_versions(run_dir)
 
 
