@@ -60,7 +60,7 @@ class FakeCluster:
             phases=lambda *, wait_s=0.0: [],
             now=lambda: ClusterNow([], 0, {}),
         )
-        self.restarts = Restarts(config.cluster.max_restarts, note, lambda seconds: None)
+        self.restarts = Restarts(config.cluster.max_restarts, note, lambda seconds: None, str)
         self.interruption = interruption
         self._micro_groups: dict[int, list[Completion]] = {}
         self._in_flight: deque[Arrival] = deque()

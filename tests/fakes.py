@@ -111,7 +111,7 @@ def make_workers(note: Any = print, spares: Any = (), **roles: list[Handle]) -> 
         handle = handles.pop((role, index), None) or next(later)
         return handle, handle.started
 
-    workers = Workers(begin, Restarts(8, note, lambda seconds: None))
+    workers = Workers(begin, Restarts(8, note, lambda seconds: None, str))
     for role, found in roles.items():
         workers.start(role, len(found))
     return workers

@@ -25,10 +25,9 @@ from infsample_rl.cluster.worker_secrets import worker_secrets
 from infsample_rl.cluster.workers import Handle, Restarts, StepLost, WorkerLost, Workers
 from infsample_rl.config import Config
 from infsample_rl.learner.policy_loading import WHOLE
-from infsample_rl.model.loading import load_model_config
+from infsample_rl.model.loading import build_outline, load_model_config
 from infsample_rl.model.weight_sync.transport import check_object_store, choose_transport
 from infsample_rl.observe.phases import phase
-from infsample_rl.plan.model_outline import build_outline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import LossTotals
 

@@ -44,7 +44,7 @@ class Restarts:
         limit: int,
         note: Callable[[str], None],
         sleep: Callable[[float], None],
-        explain: Callable[[str], str] = lambda text: text,
+        explain: Callable[[str], str],
     ) -> None:
         """`explain`: adds to what is said of a lost worker what is known beside."""
         self._explain = explain

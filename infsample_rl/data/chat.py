@@ -53,7 +53,7 @@ def with_opening(
     tokenizer: Any,
     data: DataConfig,
     tools: Tools,
-    separator: str = "\n\n",
+    separator: str,
 ) -> Prompt:
     """A prompt whose last user message goes on, behind `separator`, with what its environment says at the beginning, or
     that is the messages it says. ValueError where it is above data.max_prompt_tokens then, or the template refuses

@@ -20,7 +20,7 @@ from tests.fakes import Handle, Ref, make_workers
 
 def test_restarts_are_bounded_between_two_finished_steps_and_spaced_out():
     said, slept = [], []
-    restarts = Restarts(20, said.append, slept.append)
+    restarts = Restarts(20, said.append, slept.append, str)
     for _ in range(20):
         restarts.begin("rollout worker 1", "its process died")
     with pytest.raises(
@@ -35,7 +35,7 @@ def test_restarts_are_bounded_between_two_finished_steps_and_spaced_out():
 
 def test_a_node_that_takes_many_workers_with_it_is_one_restart_of_each_at_once():
     slept = []
-    restarts = Restarts(3, lambda text: None, slept.append)
+    restarts = Restarts(3, lambda text: None, slept.append, str)
     for index in range(64):
         restarts.begin(worker_name("rollout", index), "its node is gone")
     assert set(slept) == {0.0} and restarts.total == 64
