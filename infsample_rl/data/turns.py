@@ -24,6 +24,12 @@ Schema = dict[str, Any]  # a tool in the form that chat templates take: {"type":
 
 _SAMPLED = "infsample-rl-stands-for-what-was-sampled"
 _QUESTION: Message = {"role": "user", "content": "A question."}
+# A thought, whose beginning may stand in the prompt and which may have no end, or a call. As in TRL's reading of
+# Qwen3's turns, the one that begins first holds what it has of the other.
+_PARTS = re.compile(
+    r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)|<tool_call>(?P<call>.*?)(?P<end></tool_call>|\Z)",
+    re.DOTALL,
+)
 
 
 class ToolCall(NamedTuple):
@@ -136,7 +142,7 @@ class TurnTemplate:
     def _xml_calls(self, text: str) -> list[tuple[Any, Any]]:
         """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, as Qwen3-Coder."""
         found = []
-        for body in _between(text, "<tool_call>", "</tool_call>"):
+        for body in _bodies(text):
             function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
             if function is None:
                 raise BadCall("a tool call must be <function=NAME>...</function>")
@@ -147,7 +153,7 @@ class TurnTemplate:
     def _tagged_calls(self, text: str) -> list[tuple[Any, Any]]:
         """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>, as GLM."""
         found = []
-        for body in _between(text, "<tool_call>", "</tool_call>"):
+        for body in _bodies(text):
             name = body.partition("<arg_key>")[0].strip()
             pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
             found.append((name, {key: self._typed(name, key, value) for key, value in pairs}))
@@ -189,7 +195,7 @@ class TurnTemplate:
 
 def json_calls(text: str) -> list[tuple[Any, Any]]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes."""
-    return [_named(body, "arguments") for body in _between(text, "<tool_call>", "</tool_call>")]
+    return [_named(body, "arguments") for body in _bodies(text)]
 
 
 def bare_json_calls(text: str) -> list[tuple[Any, Any]]:
@@ -211,7 +217,8 @@ def assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
     if not calls:
         return {"role": "assistant", "content": text}
     functions = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
-    before = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+    tagged = _calls(text)
+    before = text[: tagged[0].start()].strip() if tagged else ""
     return {"role": "assistant", "content": before, "tool_calls": functions}
 
 
@@ -225,9 +232,14 @@ def _named(body: str, arguments: str) -> tuple[Any, Any]:
     return call["name"], call.get(arguments, {})
 
 
-def _between(text: str, start: str, end: str) -> list[str]:
-    """What stands between marks; BadCall for one that is opened and not closed."""
-    parts = text.split(start)[1:]
-    if any(end not in part for part in parts):
-        raise BadCall(f"a {start} has no {end}")
-    return [part.split(end)[0] for part in parts]
+def _calls(text: str) -> list[re.Match[str]]:
+    """Of _PARTS: what is called in a thought is a draft."""
+    return [part for part in _PARTS.finditer(text) if part["call"] is not None]
+
+
+def _bodies(text: str) -> list[str]:
+    """What stands in the tags of calls; BadCall for one that is not closed."""
+    calls = _calls(text)
+    if any(not call["end"] for call in calls):
+        raise BadCall("a <tool_call> has no </tool_call>")
+    return [call["call"] for call in calls]

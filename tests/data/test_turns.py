@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infsample_rl.data.plain_text import marked, special_tokens, unmarked
-from infsample_rl.data.turns import ToolCall, TurnTemplate
+from infsample_rl.data.turns import ToolCall, TurnTemplate, assistant_message
 from tests.conftest import byte_tokenizer
 
 ADD = {
@@ -124,6 +124,29 @@ def test_two_calls_of_one_turn_are_read_in_their_order():
 def test_a_call_that_cannot_be_made_says_why(text, problem):
     calls, found = of_trl("qwen3").parse(text)
     assert calls == [] and found.startswith(problem)
+
+
+DRAFT = HERMES.replace("2", "9")
+
+
+@pytest.mark.parametrize(
+    ("before", "numbers"),
+    [
+        ("<think>\nI write <tool_call></tool_call>.\n</think>\n\n", [2]),
+        (f"<think>\nMaybe {DRAFT}\n</think>\n\nI add. ", [2]),
+        (f"Maybe {DRAFT}\n</think>\n\n", [2]),  # the thought begins in the prompt
+        (f"<think>a</think>I add.<think>{DRAFT}</think>", [2]),
+        (f"{DRAFT}<think>And <tool_call></think>", [9, 2]),
+        ("<think>\nI never end. ", []),
+        ('<think>a</think><tool_call>{"name": "add", "arguments": {"a": "<think></think>"}}</tool_call>', [None, 2]),
+    ],
+)
+def test_a_call_in_a_thought_is_not_made(before, numbers):
+    calls, problem = of_chatml().parse(f"{before}{HERMES}<|im_end|>")
+    assert [call.arguments["a"] for call in calls] == [number or "<think></think>" for number in numbers]
+    assert not problem
+    if numbers == [2]:
+        assert assistant_message(before + HERMES, calls)["content"] == before.strip()
 
 
 DEEP = "[" * 100_000
