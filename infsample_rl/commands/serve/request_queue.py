@@ -31,6 +31,10 @@ class Waiting:
     completions: Future[list[Completion]] = field(default_factory=Future)
     is_abandoned: bool = False  # nobody wants its answer any more
 
+    def __post_init__(self) -> None:
+        """A client that goes away cannot cancel it: the engine answers it like its companions."""
+        self.completions.set_running_or_notify_cancel()
+
 
 class RequestQueue:
     """Requests, and the thread that has the engine."""
