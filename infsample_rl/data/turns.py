@@ -107,13 +107,13 @@ class TurnTemplate:
 
     def _checked(self, name: Any, arguments: Any) -> ToolCall:
         """A call of a tool that there is, with what it needs. BadCall otherwise."""
-        known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in self.tools}
+        known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if not isinstance(name, str) or name not in known:
             raise BadCall(f"there is no tool {str(name)[:100]!r}; the tools are {', '.join(known)}")
         if not isinstance(arguments, dict):
             raise BadCall(f"the arguments of {name} must be a JSON object, got {repr(arguments)[:100]}")
-        parameters = known[name].get("properties", {})
-        missing = [each for each in known[name].get("required", []) if each not in arguments]
+        parameters = known[name].get("properties") or {}
+        missing = [each for each in known[name].get("required") or [] if each not in arguments]
         unknown = [each for each in arguments if each not in parameters]
         if missing:
             raise BadCall(f"{name} needs the argument {missing[0]!r}")
@@ -161,8 +161,8 @@ class TurnTemplate:
 
     def _typed(self, name: str, key: str, value: str) -> Any:
         """An argument that was written as text, in the type that the tool's schema says."""
-        tools = [tool["function"] for tool in self.tools if tool["function"]["name"] == name]
-        kind = tools[0].get("parameters", {}).get("properties", {}).get(key, {}).get("type") if tools else None
+        schemas = [tool["function"].get("parameters") or {} for tool in self.tools if tool["function"]["name"] == name]
+        kind = (schemas[0].get("properties") or {}).get(key, {}).get("type") if schemas else None
         if kind in (None, "string"):
             return value
         try:

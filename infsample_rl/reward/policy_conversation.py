@@ -17,6 +17,10 @@ from infsample_rl.reward.policy_requests import Refused, parse_json
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
+TOOLS = (
+    'a list of {"type": "function", "function": {"name": ..., "parameters": {"type": "object", "properties": {...}, '
+    '"required": [...]}}}'
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What changes nothing, with the value that it may have. All else would say how to sample, which the run's settings do.
 OF_CHAT: dict[str, Any] = {
@@ -81,9 +85,7 @@ class Chat:
             raise Refused("give messages, a list of objects")
         tools = request.get("tools") or []
         if not isinstance(tools, list) or not all(map(is_tool, tools)):
-            raise Refused(
-                'tools must be a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}'
-            )
+            raise Refused(f"tools must be {TOOLS}")
         return Asked([_read_message(place, message) for place, message in enumerate(messages)], tools)
 
     def check(self, asked: Asked) -> None:
@@ -187,9 +189,17 @@ ROUTES: dict[str, type[Chat] | type[Tokens]] = {"/v1/chat/completions": Chat, "/
 
 
 def is_tool(value: Any) -> bool:
-    """Whether it offers a function, as OpenAI's API has it."""
+    """Whether it offers a function, as OpenAI's API has it; one without arguments may leave its parameters out."""
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, dict):
+        return False
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not all(isinstance(each, dict) for each in properties.values()):
+        return False
+    return isinstance(required, list) and all(isinstance(each, str) for each in required)
 
 
 def are_ids(value: Any) -> bool:

@@ -182,6 +182,12 @@ def test_models_are_listed_for_who_has_the_key(running):
         ("chat/completions", {"messages": ASKED, "stop": ["<|im_end|>"]}, 400, "must not hold special tokens"),
         ("chat/completions", {"messages": ASKED, "tool_choice": "required"}, 400, "no call can be forced"),
         ("chat/completions", {"messages": ASKED, "tools": [{"name": "add"}]}, 400, "tools must be"),
+        (
+            "chat/completions",
+            {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "add", "parameters": 1}}]},
+            400,
+            "tools must be",
+        ),
         ("chat/completions", {"messages": ASKED, "tools": [ADD]}, 400, "writes tool calls in no known form"),
         (
             "chat/completions",
@@ -263,6 +269,9 @@ def test_tool_calls_are_read_in_the_templates_form_and_sent_back(stand_in):
     choice = chat(running, tools=[ADD]).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     assert choice.message.content == "<tool_call>add</tool_call>", "what is no call is told as it is"
+    queue.token_ids = tokenizer.encode(HERMES)
+    bare = {"type": "function", "function": {"name": "add", "parameters": None}}
+    assert chat(running, tools=[bare]).choices[0].message.content == HERMES
 
 
 def test_a_full_line_is_429_and_a_client_that_goes_away_is_not_waited_for(stand_in):

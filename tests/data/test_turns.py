@@ -1,6 +1,7 @@
 """What follows a sampled turn is what the chat template puts there, token for token; calls are read in its own form."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,14 @@ def of_chatml() -> TurnTemplate:
 )
 def test_whatever_a_policy_samples_is_answered(call, problem):
     assert of_chatml().parse(f"<tool_call>{call}</tool_call>").problem.startswith(problem)
+
+
+@pytest.mark.parametrize("parameters", [None, {"properties": None, "required": None}])
+@pytest.mark.parametrize(("trl", "call"), [("", HERMES), pytest.param("glm4moe", GLM, marks=pytest.mark.peers)])
+def test_a_tool_without_parameters_takes_no_argument(trl, call, parameters):
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    template = replace(of_trl(trl) if trl else of_chatml(), tools=[tool])
+    assert template.parse(call) == ([], "add has no argument 'a'; its arguments are none")
 
 
 def test_arguments_that_are_not_too_deep_are_handed_on():

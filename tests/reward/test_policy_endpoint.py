@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infsample_rl.reward.environment_forms import Acted, Program
-from infsample_rl.reward.policy_conversation import Asked
+from infsample_rl.reward.policy_conversation import Asked, is_tool
 from infsample_rl.reward.policy_endpoint import OVER
 
 WHO = [{"role": "user", "content": "Who 3?"}]
@@ -243,6 +243,24 @@ def test_openais_client_calls_tools():
     assert program.open(0, {}) == Asked(WHO, [ADD])
     assert program.act("Let me see.", calls=CALLS) == Acted(["1", "2"], 0.0, False) and made.reason == "tool_calls"
     assert program.act("3") == Acted("", 1.0, True) and made.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_one"),
+    [
+        (None, True),
+        ({}, True),
+        ({"properties": None, "required": None}, True),
+        ({"properties": {"a": {}}, "required": ["a"]}, True),
+        ("a", False),
+        ({"properties": ["a"]}, False),
+        ({"properties": {"a": "integer"}}, False),
+        ({"required": "a"}, False),
+        ({"required": [["a"]]}, False),
+    ],
+)
+def test_a_tool_has_parameters_that_calls_can_be_checked_by(parameters, is_one):
+    assert is_tool({"type": "function", "function": {"name": "add", "parameters": parameters}}) == is_one
 
 
 @pytest.mark.parametrize(

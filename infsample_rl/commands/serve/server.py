@@ -22,6 +22,7 @@ from infsample_rl.config import Config
 from infsample_rl.data.rows import one_line
 from infsample_rl.data.turns import TurnTemplate, assistant_message
 from infsample_rl.model.tokenizer import response_text
+from infsample_rl.reward.policy_conversation import TOOLS, is_tool
 from infsample_rl.reward.policy_requests import (
     MODELS,
     Refused,
@@ -120,8 +121,8 @@ class Server:
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise Refused(f"tool_choice={body['tool_choice']}: no call can be forced", parameter="tool_choice")
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-            raise Refused('tools must be {"type": "function", "function": {"name": ...}}', parameter="tools")
+        if not isinstance(tools, list) or not all(map(is_tool, tools)):
+            raise Refused(f"tools must be {TOOLS}", parameter="tools")
         kwargs = {**self._served.config.data.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
         prompt_ids = self._render(body.get("messages"), tools, kwargs)
         template = TurnTemplate(self._served.tokenizer, kwargs, tools, self._served.stop_token_ids)
@@ -211,11 +212,6 @@ class Server:
             return await asyncio.wrap_future(waiting.completions)
         finally:  # also where the client has gone
             waiting.is_abandoned = True
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _as_template_takes(message: Body) -> Body:
