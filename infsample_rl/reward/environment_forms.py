@@ -189,10 +189,9 @@ class Program:
         text: str | None,
         is_last: bool = False,
         calls: Sequence[tuple[str, dict[str, Any]]] = (),
-        sampled: tuple[list[int], list[float], str] = ([], [], "stop"),
+        sampled: Sequence[Any] = (),
     ) -> Acted:
-        """As Acting.act: its next request, or its end, which has the reward. `sampled`: the turn's token ids, their
-        log-probabilities and its finish_reason, for one that asks by token ids."""
+        """As Acting.act: its next request, or its end, which has the reward. `sampled`: what more a PolicyTurn has."""
         self._endpoint.answer(None if text is None else PolicyTurn(text, calls, *sampled), is_last=is_last)
         asked = self._endpoint.asked.get()
         if asked is None:

@@ -18,8 +18,8 @@ JSON, so that the host unpickles nothing a user's code could have made.
     ("call", [(name, arguments)])   ->
                                     <-      {"said": ["...", ...], "failed": 0}, an answer to every call; with
                                             {"lists": {"0": [...]}}, those that were lists, as such
-    ("act", text, whether no turn follows, [(name, arguments)] of tools that a program offers, and, for one that asks by
-    token ids, (ids, log-probabilities, finish_reason))
+    ("act", text, whether no turn follows), for a program with [(name, arguments)] of tools that it offers, (ids,
+    log-probabilities, finish_reason) or, where it asks by messages, ([], [], finish_reason, tokens before, tokens)
                                     ->
                                     <-      {"said": "...", "reward": 0.0, "ended": false}, of a form of actions; with
                                             calls {"answers": ["...", ...]}; by token ids {"token_ids": [...]}

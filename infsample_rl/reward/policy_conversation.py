@@ -51,6 +51,8 @@ class PolicyTurn(NamedTuple):
     token_ids: Sequence[int] = ()  # for a program that asks by token ids, as what follows
     logprobs: Sequence[float] = ()
     finish_reason: str = "stop"
+    prompt_tokens: int = 0  # for a program that asks by messages, as what follows
+    completion_tokens: int = 0
 
 
 class Conversation(Protocol):
@@ -122,10 +124,11 @@ class Chat:
         ]
         message = {"role": "assistant", "content": turn.text} | ({"calls": calls} if calls else {})
         self._messages.append(message)
-        reason = "tool_calls" if calls else "stop"
+        reason = "tool_calls" if calls else turn.finish_reason
         choice = {"index": 0, "message": _as_openai(message), "finish_reason": reason, "logprobs": None}
         head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": int(time.time())}
-        return head | {"model": "policy", "choices": [choice]}
+        usage = _usage(turn.prompt_tokens, turn.completion_tokens)
+        return head | {"model": "policy", "choices": [choice], "usage": usage}
 
 
 class Tokens:
@@ -180,9 +183,8 @@ class Tokens:
             for name, value in zip(names, turn.logprobs, strict=True)
         ]
         choice = {"index": 0, "token_ids": list(turn.token_ids), "logprobs": {"content": logprobs}}
-        usage = {"prompt_tokens": prompt, "completion_tokens": len(names), "total_tokens": len(self._token_ids)}
         found = {"request_id": secrets.token_hex(16), "choices": [choice | {"finish_reason": turn.finish_reason}]}
-        return found | {"prompt_logprobs": None, "usage": usage}
+        return found | {"prompt_logprobs": None, "usage": _usage(prompt, len(names))}
 
 
 ROUTES: dict[str, type[Chat] | type[Tokens]] = {"/v1/chat/completions": Chat, "/inference/v1/generate": Tokens}
@@ -205,6 +207,10 @@ def is_tool(value: Any) -> bool:
 def are_ids(value: Any) -> bool:
     """Whether it is a list of what may be token ids."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
+def _usage(prompt: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _nothing_else(given: Mapping[str, Any], known: Mapping[str, Any], where: str = "") -> None:

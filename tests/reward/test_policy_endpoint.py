@@ -233,6 +233,7 @@ def test_openais_client_calls_tools():
             for _ in range(2):
                 found = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
                 self.reason, message = found.choices[0].finish_reason, found.choices[0].message
+                self.tokens = found.usage.total_tokens
                 calls = [(call, json.loads(call.function.arguments)) for call in message.tool_calls or []]
                 messages += [message]
                 messages += [{"role": "tool", "tool_call_id": call.id, "content": str(a["a"])} for call, a in calls]
@@ -242,7 +243,8 @@ def test_openais_client_calls_tools():
     program = Program(made)
     assert program.open(0, {}) == Asked(WHO, [ADD])
     assert program.act("Let me see.", calls=CALLS) == Acted(["1", "2"], 0.0, False) and made.reason == "tool_calls"
-    assert program.act("3") == Acted("", 1.0, True) and made.reason == "stop"
+    assert program.act("3", True, [], ([], [], "length", 9, 2)) == Acted("", 1.0, True)
+    assert (made.reason, made.tokens) == ("length", 11)
 
 
 @pytest.mark.parametrize(

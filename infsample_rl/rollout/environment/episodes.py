@@ -123,17 +123,17 @@ class Episodes:
             state.names = tuple(call.name for call in calls)
             self._ask(state, "call", [tuple(call) for call in calls])
 
-    def _act(
-        self, state: _State, said: str | None, calls: Sequence[ToolCall], sampled: tuple[list[int], list[float], str]
-    ) -> None:
+    def _act(self, state: _State, said: str | None, calls: Sequence[ToolCall], sampled: tuple[Any, ...]) -> None:
         """Give a program its policy's turn, with calls of the tools that it has offered, or as it was sampled where it
-        asks by token ids; None: there is no turn."""
+        asks by token ids; None: there is no turn. By messages it is told how long it was, and by "length" that it is
+        the last."""
         state.calls += len(calls)
         state.names = tuple(call.name for call in calls)
-        more: list[Any] = [[tuple(call) for call in calls]] if calls else []
-        if self._starts[state.sample.group.prompt_index].token_ids is not None:
-            more = [[], sampled]
-        self._ask(state, "act", said, state.is_last, *more)
+        sample, (turn, _, reason) = state.sample, sampled
+        if self._starts[sample.group.prompt_index].token_ids is None:
+            before = len(sample.group.prompt_ids) + len(sample.tokens) - len(turn)
+            sampled = [], [], "length" if state.is_last else reason, before, len(turn)
+        self._ask(state, "act", said, state.is_last, [tuple(call) for call in calls], sampled)
 
     def take(self, *, wait_s: float) -> list[Answer]:
         """As Turns.take."""

@@ -123,13 +123,16 @@ def test_a_program_is_given_the_calls_of_the_tools_that_it_offers():
     episodes = Episodes(host, templates, EnvironmentConfig(factory="a.py:A"), starts)
     sample = sampled(tokenizer, "Let me see." + CALL)
     episodes.end(sample, "stop")
-    assert host.asked == [(0, "act", "Let me see.", False, [("add", {"a": 2})])]
+    size, second = len(sample.tokens), CALL.replace("add", "sub")
+    assert host.asked == [(0, "act", "Let me see.", False, [("add", {"a": 2})], ([], [], "stop", 1, size))]
     host.answers.put((0, {"said": "", "answers": ["It is 2."], "reward": 0.0, "ended": False}))
     [answer] = episodes.take(wait_s=0)
     assert tokenizer.decode(answer.observed) == "\n<|im_start|>tool\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
     sample.tokens.extend(answer.observed)
-    episodes.end(sampled(tokenizer, CALL.replace("add", "sub"), sample), "stop")  # no such tool: text, as it stands
-    assert host.asked[1:] == [(0, "act", CALL.replace("add", "sub").removesuffix("<|im_end|>"), False)]
+    before = 1 + len(sample.tokens)
+    episodes.end(sampled(tokenizer, second, sample), "stop")  # no such tool: text, as it stands
+    said = ([], [], "stop", before, 1 + len(sample.tokens) - before)
+    assert host.asked[1:] == [(0, "act", second.removesuffix("<|im_end|>"), False, [], said)]
     host.answers.put((0, {"said": "", "reward": 1.0, "ended": True}))
     [answer] = episodes.take(wait_s=0)
     assert (answer.episode.reward, answer.episode.turns, answer.episode.calls) == (1.0, 2, 1)
@@ -241,10 +244,18 @@ def test_a_program_that_waits_for_a_turn_without_room_is_told_and_gives_its_rewa
     host.answers.put((0, {"said": "a wall", "reward": 0.0, "ended": False}))
     episodes.take(wait_s=0)
     episodes.end(sample, "length")
-    assert host.asked == [(0, "act", "left", False), (0, "act", None, True)]
+    none = ([], [], "length", 1 + len(sample.tokens), 0)
+    assert host.asked == [(0, "act", "left", False, [], ([], [], "stop", 1, 5)), (0, "act", None, True, [], none)]
     host.answers.put((0, {"said": "", "reward": 0.5, "ended": True}))
     episode = episodes.take(wait_s=0)[0].episode
     assert (episode.reward, episode.turns, episode.turn_rewards) == (0.5, 1, [0.5])
+
+
+@pytest.mark.parametrize(("settings", "reason"), [({}, "length"), ({"max_turns": 1}, "stop")])
+def test_a_program_is_told_that_a_turn_is_cut_or_the_last(settings, reason):
+    episodes, host, tokenizer = make("program", **settings)
+    episodes.end(sampled(tokenizer, "left"), reason)
+    assert host.asked == [(0, "act", "left", True, [], ([], [], "length", 1, 4))]
 
 
 @pytest.mark.parametrize("form", ["actions", "tools"])
