@@ -20,8 +20,7 @@ import yaml
 
 from infsample_rl.commands.serve.__main__ import ServeOptions, build, main
 from infsample_rl.commands.serve.listening import serve
-from infsample_rl.commands.serve.parameters import SampleRequest, SamplingParameters
-from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue, Waiting
+from infsample_rl.commands.serve.request_queue import QueueFull, Waiting
 from infsample_rl.commands.serve.server import Server
 from infsample_rl.config.loading import load_config
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
@@ -71,6 +70,13 @@ def start(server: Server) -> tuple[Running, Callable[[], None]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return Running(server, f"http://127.0.0.1:{listening.getsockname()[1]}"), stop
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +154,21 @@ def test_parameters_reach_the_engine(running):
     assert found["choices"][0]["token_ids"] == [first] and found["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"parallel_tool_calls": True, "response_format": {"type": "text"}, "store": False, "metadata": {"run": "a"}},
+        dict.fromkeys(["parallel_tool_calls", "response_format", "stream_options", "logit_bias", "n", "seed", "tools"]),
+    ],
+)
+def test_what_changes_nothing_may_be_given(running, given):
+    assert running.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1, **given})[0] == 200
+    limits = {"max_tokens": None, "max_completion_tokens": 1}
+    assert chat(running, extra_body=limits).usage.completion_tokens == 1
+    plain = {name: value for name, value in given.items() if value is None}
+    assert running.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}, **plain})[0] == 200
+
+
 def test_models_are_listed_for_who_has_the_key(running):
     [model] = running.client().models.list().data
     assert (model.id, model.max_model_len) == ("tiny", 4096)
@@ -172,6 +193,15 @@ def test_models_are_listed_for_who_has_the_key(running):
             400,
             "presence_penalty=1, which is not",
         ),
+        (
+            "chat/completions",
+            {"messages": ASKED, "response_format": {"type": "json_object"}},
+            400,
+            "which is not served",
+        ),
+        ("chat/completions", {"messages": ASKED, "parallel_tool_calls": False}, 400, "which is not served"),
+        ("chat/completions", {"messages": ASKED, "chat_template_kwargs": "x"}, 400, "which must be an object"),
+        ("chat/completions", {"messages": ASKED, "seed": 1 << 63}, 400, "an integer from -2^62 to 2^63 - 1"),
         ("chat/completions", {"messages": ASKED, "n": 0}, 400, "n=0, which must be an integer from 1 to 1024"),
         (
             "chat/completions",
@@ -283,89 +313,6 @@ def test_a_full_line_is_429_and_a_client_that_goes_away_is_not_waited_for(stand_
     with pytest.raises(openai.APITimeoutError):
         running.client().with_options(timeout=0.5).chat.completions.create(model="tiny", messages=ASKED)
     wait_for(lambda: queue.asked[-1].is_abandoned)
-
-
-class GatedEngine:
-    """Waits for leave in every call; a prompt of two tokens does not fit into its pool."""
-
-    def __init__(self, config) -> None:
-        self.config, self.calls = config, 0
-        self.entered, self.may_go_on = threading.Event(), threading.Semaphore(0)
-
-    def sample_by(self, config):
-        pass
-
-    def stream(self, prompts, seed, *, prompt_indices, **options):
-        self.calls += 1
-        self.entered.set()
-        assert self.may_go_on.acquire(timeout=60)
-        if any(len(ids) == 2 for ids in prompts):
-            raise ValueError("it does not fit")
-        ids = np.array([5], np.int32)
-        arrays = {"token_ids": ids, "logprobs": np.zeros(1, np.float32), "sampling_logprobs": None}
-        for index in prompt_indices:
-            yield [Completion(prompt_index=index, sample_index=0, finish_reason="stop", policy_version=0, **arrays)]
-
-
-def test_a_client_that_goes_away_costs_its_companions_nothing(running):
-    served = running.server._served
-    engine = GatedEngine(served.config.rollout)
-    queue = RequestQueue(engine, 0, most_waiting=3)
-    found, stop = start(Server(served, queue))
-    threads, answers = [], list[str]()
-
-    def ask(timeout: float) -> None:
-        with suppress(openai.APITimeoutError):
-            answers.append(chat(found, timeout=timeout).choices[0].finish_reason)
-
-    for timeout in (60, 60, 2, 60):
-        threads.append(threading.Thread(target=ask, args=(timeout,)))
-        threads[-1].start()
-        wait_for(lambda: engine.entered.is_set() and len(queue._line) == len(threads) - 1)
-    engine.may_go_on.release()
-    threads[2].join(60)  # it was at the engine with two others
-    engine.may_go_on.release()
-    for thread in threads:
-        thread.join(60)
-    assert (answers, engine.calls) == (["stop"] * 3, 2)
-    stop()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_request_that_fails_fails_alone_and_whoever_waits_at_the_end_is_told(running):
-    """One of its prompts does not fit into the pool; the engine is asked for both at once."""
-    engine = GatedEngine(running.server._served.config.rollout)
-    entered, may_go_on = engine.entered, engine.may_go_on
-    queue = RequestQueue(engine, 0, most_waiting=3)
-    parameters = SamplingParameters(1.0, 1.0, 0, 0.0, 4, frozenset(), ())
-    first = queue.submit(SampleRequest([1], 1, None, parameters))
-    assert entered.wait(60)
-    fits, too_long, gone = (queue.submit(SampleRequest(ids, 1, None, parameters)) for ids in ([1], [1, 2], [1]))
-    with pytest.raises(QueueFull):
-        queue.submit(SampleRequest([1], 1, None, parameters))
-    gone.is_abandoned = True
-    may_go_on.release(4)
-    assert [len(each.completions.result(60)) for each in (first, fits)] == [1, 1]
-    with pytest.raises(ValueError, match="it does not fit"):
-        too_long.completions.result(60)
-    assert engine.calls == 4 and not gone.completions.done(), "one, two at once, each alone"
-    entered.clear()
-    at_work = queue.submit(SampleRequest([1], 1, None, parameters))
-    assert entered.wait(60)
-    in_line = queue.submit(SampleRequest([1], 1, None, parameters))
-    assert not in_line.completions.cancel(), "what a client that goes away does"
-    threading.Timer(0.2, may_go_on.release).start()
-    queue.close()
-    assert len(at_work.completions.result(1)) == 1
-    for late in (in_line, None):
-        with pytest.raises(QueueClosed):
-            late.completions.result(1) if late else queue.submit(SampleRequest([1], 1, None, parameters))
 
 
 def test_settings_that_cannot_be_end_with_status_2(tiny_qwen3, refused):

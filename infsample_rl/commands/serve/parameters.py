@@ -13,19 +13,26 @@ from infsample_rl.config.fields import LEAST_TEMPERATURE
 from infsample_rl.reward.policy_requests import Refused
 
 MOST_SAMPLES = 1024  # of one request
-# what a client may send since it changes nothing: its value, or the values that are no wish
-WITHOUT_EFFECT = ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "routed_experts_prompt_start")
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "repetition_penalty": (1, None),
-    "min_tokens": (0, None),
-    "ignore_eos": (False, None),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
-    "prompt_logprobs": (None,),
-    "include_stop_str_in_output": (False, None),
+WITHOUT_SEED = 1 << 63  # numbers from here on, of 64 bits, are of the noise of requests without a seed
+LEAST_SEED = -(1 << 62)  # as 64 bits far above any of those
+# what a client may send since it changes nothing: whatever its value, or the value that is no wish
+WITHOUT_EFFECT = {
+    *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "routed_experts_prompt_start"),
+    *("metadata", "store"),
+}
+NEUTRAL: dict[str, Any] = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "logit_bias": {},
+    "bad_words": [],
+    "best_of": 1,
+    "prompt_logprobs": None,
+    "include_stop_str_in_output": False,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
 }
 
 
@@ -61,9 +68,11 @@ def read_parameters(
         raise Refused(f"the prompt must be ids from 0 to {vocab_size - 1}, at least one", parameter="token_ids")
     known = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "stop", "stop_token_ids", "logprobs"}
     for name, value in given.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+        if value is None or name in known or name in WITHOUT_EFFECT:
+            continue
+        if name in NEUTRAL and value != NEUTRAL[name]:
             raise _refused(name, value, "which is not served")
-        if name not in known and name not in NEUTRAL and name not in WITHOUT_EFFECT:
+        if name not in NEUTRAL:
             raise _refused(name, value, f"which is unknown; known are {', '.join(sorted(known))}")
     if given.get("logprobs") not in (None, False, True, 0, 1):
         raise _refused("logprobs", given["logprobs"], "but of each place the sampled token alone is served: give 1")
@@ -85,8 +94,8 @@ def read_parameters(
         stop=(stop,) if isinstance(stop, str) else _texts(stop),
     )
     seed = given.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise _refused("seed", seed, "which must be an integer")
+    if seed is not None and not (type(seed) is int and LEAST_SEED <= seed < WITHOUT_SEED):
+        raise _refused("seed", seed, "which must be an integer from -2^62 to 2^63 - 1")
     count = int(_number(given, "n", 1, low=1, high=MOST_SAMPLES, whole=True))
     return SampleRequest(prompt_ids, count, seed, parameters)
 

@@ -8,11 +8,9 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from infsample_rl.commands.serve.parameters import SampleRequest, SamplingParameters
+from infsample_rl.commands.serve.parameters import WITHOUT_SEED, SampleRequest, SamplingParameters
 from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
 from infsample_rl.types import Completion
-
-WITHOUT_SEED = 1 << 64  # numbers from here on are of requests without a seed
 
 
 class QueueFull(Exception):

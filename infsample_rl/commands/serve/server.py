@@ -123,16 +123,21 @@ class Server:
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
         if not isinstance(tools, list) or not all(map(is_tool, tools)):
             raise Refused(f"tools must be {TOOLS}", parameter="tools")
-        kwargs = {**self._served.config.data.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
+        own = body.get("chat_template_kwargs") or {}
+        if not isinstance(own, dict):
+            raise Refused(
+                f"chat_template_kwargs={str(own)[:60]}, which must be an object", parameter="chat_template_kwargs"
+            )
+        kwargs = {**self._served.config.data.chat_template_kwargs, **own}
         prompt_ids = self._render(body.get("messages"), tools, kwargs)
         template = TurnTemplate(self._served.tokenizer, kwargs, tools, self._served.stop_token_ids)
         if tools:
             template.parse("")  # ValueError for calls that could not be read
-        given = {name: value for name, value in body.items() if name not in OF_CHAT}
+        given = {name: value for name, value in body.items() if name not in OF_CHAT and value is not None}
         if "max_completion_tokens" in given:
             given.setdefault("max_tokens", given.pop("max_completion_tokens"))
         wants_logprobs = bool(given.get("logprobs"))
-        if given.pop("top_logprobs", 0) not in (None, 0, 1):
+        if given.pop("top_logprobs", 0) not in (0, 1):
             raise Refused("of each place the sampled token alone has a log-probability", parameter="top_logprobs")
         asked = self._read(given, prompt_ids)
         completions = await self._sampled(asked)
@@ -195,7 +200,7 @@ class Server:
             raise Refused(f"model={body['model']} is not served: {self._served.name} is", status=404, parameter="model")
         if body.get("stream"):
             raise Refused("stream=true, but answers come whole", parameter="stream")
-        unknown = [name for name in body if name not in known]
+        unknown = [name for name, value in body.items() if name not in known and value is not None]
         if unknown and not others:
             raise Refused(f"{unknown[0]} is unknown; known are {', '.join(sorted(known))}", parameter=unknown[0])
         return body
