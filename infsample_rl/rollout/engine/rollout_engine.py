@@ -163,9 +163,10 @@ class RolloutEngine(ABC):
 
         prompt_indices: positions in the step's batch (default 0, 1, ...). sample_indices[n]: samples wanted of prompt n
         (default all G). `evaluation` takes other noise, and always token_budget. `temperature` None: the settings'; 0:
-        exact argmax. `pause_every`: an empty list comes out after so many running steps, for a caller that has other
-        work to do in between. `is_halted`: asked before every running step; the stream ends where it says yes. `turns`:
-        what a sample's turns are answered by, with schedule=token_budget; None: a sample has one.
+        exact argmax. `pause_every`: an empty list comes out after so many running steps, and while all samples are
+        away, for a caller that has other work to do in between. `is_halted`: asked before every running step; the
+        stream ends where it says yes. `turns`: what a sample's turns are answered by, with schedule=token_budget; None:
+        a sample has one.
         """
         config = evaluation_config(self.config) if evaluation else self.config
         request = Request.of(prompt_ids, prompt_indices, sample_indices, config.group_size)
@@ -284,10 +285,11 @@ class RolloutEngine(ABC):
                 loop.stats.predict_seconds += self.lengths.seconds_spent - seconds_before
                 totals.last_step_at = time.time()
                 totals.running_steps += planner.running_steps - steps_before
-                is_done = loop.is_done
+                is_done, is_idle = loop.is_done, planner.running_steps == steps_before
                 yield from micro_groups
-                if pause_every is not None and loop.stats.running_steps - paused_at >= pause_every and not is_done:
-                    paused_at = loop.stats.running_steps
+                steps = loop.stats.running_steps
+                if pause_every is not None and not is_done and (is_idle or steps - paused_at >= pause_every):
+                    paused_at = steps
                     yield []
         finally:
             loop.free()

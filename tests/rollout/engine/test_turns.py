@@ -138,6 +138,21 @@ def test_an_engine_waits_where_everything_is_away(tiny):
     assert engine.stats.row_utilisation > 0
 
 
+def test_an_engine_that_waits_pauses_for_other_work(tiny):
+    class Late(Answering):
+        waits = 0
+
+        def take(self, *, wait_s):
+            self.waits += wait_s > 0
+            return super().take(wait_s=wait_s) if self.waits > 3 else []
+
+    turns = Late()
+    stream = make_engine(*tiny, stop=STOPS, **BASE).stream(PROMPTS, 7, turns=turns, pause_every=10_000)
+    for _ in range(3):
+        assert next(stream) == [] and len(turns.owed) == 12, "no turn was answered"
+    assert sum(map(len, stream)) == 12
+
+
 def test_a_halted_stream_lets_go_of_those_that_are_away(tiny):
     engine, turns = make_engine(*tiny, stop=STOPS, **BASE), Answering(longest_wait=10_000)
     halted = iter([False] * 20 + [True] * 5)
