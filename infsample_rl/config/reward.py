@@ -114,7 +114,8 @@ class RewardConfig:
     )
     memory_limit: str = setting(
         "4GB",
-        "memory of a reward process and all it starts, and the largest file it may write; e.g. 4GB or 512MiB",
+        "memory of a reward process and all it starts, of a worker's environments together, whose largest is ended "
+        "when they hold more, and the largest file that any may write; e.g. 4GB or 512MiB",
         read_if=_is_isolated,
     )
     environment: list[str] = setting(

@@ -52,7 +52,7 @@ from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
-from infsample_rl.reward.keeper import how_ended
+from infsample_rl.reward.keeper import ENVIRONMENT, how_ended
 from infsample_rl.reward.linux_sandbox import NAME, SUBREAPER, prctl
 from infsample_rl.reward.policy_conversation import Asked, Message, Tool
 from infsample_rl.reward.user_function import describe_error
@@ -89,7 +89,7 @@ def main(isolation: Isolation) -> None:
             events = dict(poll.poll())
             if woken in events:
                 os.read(woken, 1 << 12)
-                _bury(lines)
+                _bury(lines, isolation)
             if control not in events:
                 continue
             _, handed, _, _ = socket.recv_fds(host, 1, 1)
@@ -106,13 +106,15 @@ def main(isolation: Isolation) -> None:
             lines[pid] = handed[0]
 
 
-def _bury(lines: dict[int, int]) -> None:
+def _bury(lines: dict[int, int], isolation: Isolation) -> None:
     """Whatever has ended; the host is told how."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             line = lines.pop(ended[0], None)
             if line is not None:
                 how = how_ended(os.waitstatus_to_exitcode(ended[1]))
+                if how == "killed by SIGKILL" and isolation.level != "none":
+                    how += f"; a worker's environments share reward.memory_limit={isolation.memory_limit}"
                 with contextlib.suppress(OSError), socket.socket(fileno=line) as host:  # it may have closed its end
                     host.send(DIED + how.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -125,7 +127,7 @@ def serve(host: socket.socket, maker: Maker) -> None:
     """Be the environment of one trajectory until the host is gone."""
     os.setsid()  # so that it is ended with all it starts
     _adopt_orphans(True)  # those that the keeper has to adopt are of one that has ended
-    _be_called(b"environment")
+    _be_called(ENVIRONMENT)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     made: Any = None
     actor: Any = None

@@ -31,6 +31,7 @@ from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, prctl
 from infsample_rl.reward.process_tree import be_subreaper, descendants, end_everything, end_orphans
 
 LOOK_EVERY_MS = 200  # at memory
+ENVIRONMENT = b"environment"  # the name of a trajectory's process
 # of a function process's stdout and stderr that are passed on in a minute
 OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0
 _LINUX = sys.platform.startswith("linux")
@@ -187,9 +188,29 @@ class _Keeper:
             return f"{len(tree):,} processes, what earlier calls left among them; {most}"
         if sum(_held_bytes(pid) for pid in tree) <= limit:
             return ""
-        used = sum(_held_bytes(pid, shared_once=True) for pid in tree)
-        above = f"above reward.memory_limit={self._isolation.memory_limit}"
-        return f"{used / 1e9:.2f} GB in {len(tree)} processes, {above}" if used > limit else ""
+        held = {pid: _held_bytes(pid, shared_once=True) for pid in tree}
+        used, above = sum(held.values()), f"above reward.memory_limit={self._isolation.memory_limit}"
+        if used <= limit or (self._isolation.ends_orphans and held[self._child] <= limit and _end_largest(held)):
+            return ""
+        return f"{used / 1e9:.2f} GB in {len(tree)} processes, {above}"
+
+
+def _end_largest(held: dict[int, int]) -> bool:
+    """End the environment that holds most of the memory, so that a leak costs no other; whether there is any. What it
+    started is an orphan then. `held`: bytes of processes."""
+    forks = {pid: sum(held.get(each, 0) for each in [pid, *descendants(pid)]) for pid in held if _is_environment(pid)}
+    if forks:
+        largest = max(forks, key=forks.__getitem__)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(largest, signal.SIGKILL)
+    return bool(forks)
+
+
+def _is_environment(pid: int) -> bool:
+    """Whether it is a trajectory's, with a session of its own; the server has forked services, too."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_bytes() == ENVIRONMENT + b"\n" and os.getpgid(pid) == pid
+    return False
 
 
 def _held_bytes(pid: int, shared_once: bool = False) -> int:

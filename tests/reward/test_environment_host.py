@@ -75,6 +75,8 @@ class Counter:
             os._exit(3)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("hold"):
+            self.held = b"x" * (int(how[4:]) << 20)
         if how == "hang":
             subprocess.Popen(["sleep", "1234"])
             time.sleep(1234)
@@ -377,7 +379,10 @@ def test_what_a_tool_does_wrong_is_said_to_the_model(host, how, said):
     assert len(reply["said"][0]) <= 1 << 20 and (how != "long" or reply["said"][0].endswith("end"))
 
 
-@pytest.mark.parametrize(("how", "said"), [("exit", "exit code 3"), ("killed", "killed by SIGKILL")])
+SHARED = "a worker's environments share reward.memory_limit="
+
+
+@pytest.mark.parametrize(("how", "said"), [("exit", "exit code 3"), ("killed", f"killed by SIGKILL; {SHARED}4GB")])
 def test_a_process_that_ends_says_how_and_costs_its_own_episode(host, how, said):
     host.open("other", EpisodeStart(1, {"target": 3}))
     host.ask("other", ("call", [("add", {"amount": 3})]))
@@ -386,6 +391,20 @@ def test_a_process_that_ends_says_how_and_costs_its_own_episode(host, how, said)
     host.ask("other", ("reward", []))
     assert answers(host, 1)["other"] == {"reward": 1.0, "functions": {}, "reported": {}}
     host.end("other")
+
+
+def test_where_environments_hold_too_much_together_the_largest_alone_is_ended(file):
+    config = config_of(factory=f"{file}:Counter")
+    host = EnvironmentHost(replace(config, reward=replace(config.reward, memory_limit="800MB")))
+    try:
+        assert asked(host, "call", [("misbehave", {"how": "hold100"})], key="small", target=0, end=False)["said"]
+        pid = host._episodes["small"].pid
+        calls = [("misbehave", {"how": "hold550"}), ("slowly", {"seconds": 1234})]
+        assert asked(host, "call", calls) == {"failed": f"its process died (killed by SIGKILL; {SHARED}800MB)"}
+        host.ask("small", ("reward", []))
+        assert answers(host, 1)["small"]["reward"] == 1.0 and host._episodes["small"].pid == pid
+    finally:
+        host.close()
 
 
 def test_a_reply_that_the_environment_forged_fails_its_episode_alone(host):
