@@ -155,12 +155,17 @@ class RewardWorker:
             for key in dict.fromkeys(key for call in calls for key in call.reported):
                 columns = [call.reported.get(key, [None] * len(call.values)) for call in calls]
                 reported[f"{name}/{key}"] = [value for column in columns for value in column]
-        rewards = weighted_sums(list(scored.values()), len(texts))
+        failed = Scored(0.0, [None] * len(texts), [episode.failure if episode else "" for episode in episodes])
+        for column in scored.values():  # nor does any other function's value count of what its failure cut off
+            pairs = zip(column.values, failed.problems, strict=True)
+            column.values = [None if problem else value for value, problem in pairs]
+        rewards = weighted_sums([*scored.values(), failed], len(texts))
+        problems = [(ENVIRONMENT, failed.problems), *((name, column.problems) for name, column in scored.items())]
         self._scored += 1
         return RewardResult(
             rewards=rewards,
             components={name: column.values for name, column in scored.items()} | reported,
-            failures=failure_lines({name: column.problems for name, column in scored.items()}, prompt.place),
+            failures=failure_lines(problems, prompt.place),
             started_at=started_at,
             finished_at=time.time(),
         )
@@ -199,15 +204,15 @@ class RewardWorker:
 
 
 def _episode_rewards(episodes: list[Episode | None], function: str | None) -> tuple[list[float | None], list[str]]:
-    """What environments gave, or a function of reward.functions gave of them, and what failed in them."""
-    problems = ["there was no environment" if episode is None else episode.failure for episode in episodes]
+    """What environments gave, or a function of reward.functions gave of them, and why there is nothing; of one that
+    failed its failure says it."""
+    problems = ["there was no environment" if episode is None else "" for episode in episodes]
     if function is not None:  # None of TRL's form: it does not apply
         return [None if episode is None else episode.function_rewards.get(function) for episode in episodes], problems
-    values = [None if episode is None else episode.reward for episode in episodes]
-    return values, [
-        problem or ("it has no get_reward" if value is None else "")
-        for value, problem in zip(values, problems, strict=True)
-    ]
+    for place, episode in enumerate(episodes):
+        if episode is not None and episode.reward is None and not episode.failure:
+            problems[place] = "it has no get_reward"
+    return [None if episode is None else episode.reward for episode in episodes], problems
 
 
 def _model_scores(model: RewardModel, prompt: Prompt, texts: list[str]) -> tuple[list[float | None], list[str]]:
@@ -238,10 +243,10 @@ def weighted_sums(columns: list[Scored], count: int) -> list[float | None]:
     return rewards
 
 
-def failure_lines(problems: dict[str, list[str]], row: int | str) -> list[str]:
+def failure_lines(problems: Sequence[tuple[str, list[str]]], row: int | str) -> list[str]:
     """One line for each different problem: "gsm8k: timed out after 30 s on prompt row 17 (4 samples)"."""
     lines = []
-    for name, column in problems.items():
+    for name, column in problems:
         for problem in dict.fromkeys(filter(None, column)):
             count = column.count(problem)
             lines.append(f"{name}: {problem} on prompt row {row} ({count} sample{'s' if count != 1 else ''})")

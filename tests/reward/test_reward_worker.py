@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.reward.worker import RewardWorker, Scored, weighted_sums
-from infsample_rl.types import Completion, Prompt
+from infsample_rl.types import Completion, Episode, Prompt
 
 PROMPT = Prompt(
     prompt_index=0,
@@ -21,11 +22,12 @@ PROMPT = Prompt(
 )
 
 
-def completion_of(worker: RewardWorker, sample_index: int, text: str) -> Completion:
+def completion_of(worker: RewardWorker, sample_index: int, text: str, episode: Episode | None = None) -> Completion:
     ids = np.array(worker.tokenizer(text)["input_ids"], np.int32)
     figures = {"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
     logprobs = np.zeros(len(ids), np.float32)
-    return Completion(prompt_index=0, sample_index=sample_index, token_ids=ids, logprobs=logprobs, **figures)
+    own = {"sample_index": sample_index, "episode": episode}
+    return Completion(prompt_index=0, token_ids=ids, logprobs=logprobs, **own, **figures)
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def open_worker(tiny_qwen3, user_file):
     """Builds a worker from function names (":name" is one of the user file) and closes it after the test."""
     workers = []
 
-    def build(*functions, stop_strings=(), **settings) -> RewardWorker:
+    def build(*functions, stop_strings=(), factory=None, **settings) -> RewardWorker:
         entries = [function if isinstance(function, dict) else {"name": function} for function in functions]
         listed = [RewardFunctionConfig(**entry) for entry in entries]
         for function in listed:
@@ -42,6 +44,7 @@ def open_worker(tiny_qwen3, user_file):
             model=ModelConfig(path=str(tiny_qwen3)),
             data=DataConfig(source="kk"),
             rollout=RolloutConfig(stop_strings=list(stop_strings)),
+            environment=EnvironmentConfig(factory=factory),
             reward=RewardConfig(functions=listed, **settings),
         )
         workers.append(RewardWorker(config))
@@ -62,6 +65,21 @@ def test_completions_are_decoded_without_special_tokens(open_worker):
     assert before <= result.started_at <= result.finished_at <= time.time()
     (nothing,) = worker.score([(PROMPT, [])])
     assert (nothing.rewards, nothing.components, nothing.failures) == ([], {"gsm8k": [], "brevity": []}, [])
+
+
+@pytest.mark.parametrize("functions", [["gsm8k"], ["gsm8k", "environment"], ["environment"]])
+def test_a_trajectory_whose_environment_failed_has_no_reward_of_any_function(open_worker, functions):
+    worker = open_worker(*functions, factory="a.py:A")
+    figures = {"turns": 1, "calls": 1, "waited_s": 1.0}
+    episodes = [
+        Episode(reward=1.0, failure="", **figures),
+        Episode(reward=None, failure="timed out after 1 s", **figures),
+    ]
+    completions = [completion_of(worker, index, "3", episode) for index, episode in enumerate(episodes)]
+    (result,) = worker.score([(PROMPT, completions)])
+    assert result.rewards == [float(len(functions)), None]
+    assert result.components == {name: [1.0, None] for name in functions}
+    assert result.failures == ["environment: timed out after 1 s on prompt row 17 (1 sample)"]
 
 
 def test_rewards_get_the_text_before_the_first_stop_string(open_worker):
