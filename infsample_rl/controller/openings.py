@@ -11,6 +11,7 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.config.environment import NAMELESS
 from infsample_rl.data.chat import of_token_ids, with_opening
+from infsample_rl.data.fields import as_given
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
 from infsample_rl.reward.policy_conversation import Asked
@@ -43,7 +44,7 @@ class Openings:
     def _open(self, prompt: Prompt, position: int) -> Prompt:
         assert self._host is not None
         own = prompt.columns.get("prompt")  # a chat in TRL's layout, or the question as a text
-        columns = prompt.columns | {"prompt": own if isinstance(own, list) else prompt.messages}
+        columns = as_given(prompt.columns) | {"prompt": own if isinstance(own, list) else prompt.messages}
         start = EpisodeStart(seed_of(self._config.run.seed, position, prompt), columns)
         try:
             said = self._host.opening(start.seed, start.columns)

@@ -126,6 +126,14 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
     return Problem(row=row.number, origin=origin, messages=messages, columns=columns)
 
 
+def as_given(columns: dict[str, Any]) -> dict[str, Any]:
+    """A problem's columns as users' own code has them in the peers: `answer` is what the row itself holds."""
+    if RAW_ANSWER not in columns:
+        return columns
+    others = {name: value for name, value in columns.items() if name != RAW_ANSWER}
+    return others | {"answer": columns[RAW_ANSWER]}
+
+
 def _required(fields: dict[str, Any], name: str) -> Any:
     value = lookup(fields, name)
     if value is None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from infsample_rl.data.fields import RAW_ANSWER
+from infsample_rl.data.fields import as_given
 
 GIVEN = {  # the first name is the one that tells the form
     "environments": ("environments", "completions", "prompts", "log_extra", "log_metric"),
@@ -103,9 +103,7 @@ def _call_trl(
     function: Function, kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
 ) -> Called:
     count, reported = len(samples), Reported()
-    columns = dict(prompt["columns"])
-    if RAW_ANSWER in columns:  # the data's own: the gold answer cut from it is for the rules here
-        columns["answer"] = columns.pop(RAW_ANSWER)
+    columns = as_given(prompt["columns"])
     own = [sample.get("messages") for sample in samples]
     conversational = isinstance(columns.get("prompt"), list) or any(own)
     texts = [sample["text"] for sample in samples]

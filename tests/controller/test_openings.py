@@ -8,6 +8,8 @@ import pytest
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.openings import Openings, seed_of
+from infsample_rl.data.fields import Fields, to_problems
+from infsample_rl.data.rows import Row
 from infsample_rl.reward.environment_host import EnvironmentFailed
 from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import Prompt
@@ -49,6 +51,17 @@ def test_the_last_user_message_goes_on_with_it():
     for own, given in (("A game.", prompt(0).messages), (chat, chat)):
         [opened] = openings().open([prompt(0, prompt=own)], position=40)
         assert opened.start.columns["prompt"] == given  # messages, as TRL has them
+
+
+@pytest.mark.parametrize("own", [5, "2 + 3 = 5\n#### 5"])
+def test_environments_get_the_answer_that_their_row_holds_and_not_the_gold_answer_cut_from_it(own):
+    fields = Fields(prompt="question", answer="answer")
+    rows = [Row(number=1, fields={"question": "A sum.", "answer": own})]
+    [problem] = to_problems(rows, fields, origin="", label="", bad_rows="error")
+    [opened] = openings().open([prompt(0, **problem.columns)], position=40)
+    assert problem.columns["answer"] == "5" and opened.start.columns["answer"] == own
+    assert "answer_as_given" not in opened.start.columns
+    assert "answer_as_given" in opened.columns, "rewards get both"
 
 
 def test_messages_of_a_program_take_the_place_of_the_prompt(monkeypatch):
