@@ -45,6 +45,7 @@ class EpisodeStart(NamedTuple):
     messages: list[dict[str, str]] | None = None  # of the prompt, where they are what an environment said in its place
     tools: list[dict[str, Any]] | tuple[()] = ()  # that a program offers its policy
     token_ids: list[int] | None = None  # of the prompt, where a program asks its policy by token ids
+    failure: str = ""  # why no episode of this prompt can begin; "": they can
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ class Openings:
     def open(self, prompts: list[Prompt], *, position: int) -> list[Prompt]:
         """The prompts with their starts. `position`: of the first in the run's data, so that a seed comes once.
 
-        One that does not begin, or says more than there is room for, fails in each of its samples, which is counted
-        there: its prompt goes on without. ValueError for tools that the chat template cannot call."""
+        One that does not begin, or says more than there is room for, fails in each of its samples, which ask for no
+        process and are counted: its prompt goes on without. ValueError for tools that the chat template cannot call."""
         if self._host is None or not prompts:
             return prompts
         with ThreadPoolExecutor(self._config.environment.workers) as threads:
@@ -48,8 +48,8 @@ class Openings:
         start = EpisodeStart(seed_of(self._config.run.seed, position, prompt), columns)
         try:
             said = self._host.opening(start.seed, start.columns)
-        except EnvironmentFailed:
-            said, start = "", start._replace(messages=[])
+        except EnvironmentFailed as error:
+            return dataclasses.replace(prompt, start=start._replace(failure=" ".join(str(error).split())))
         data, tools = self._config.data.parts[prompt.source], self._host.tools
         if isinstance(said, Asked):
             start = start._replace(messages=said.messages, tools=said.tools, token_ids=said.token_ids)
@@ -66,7 +66,7 @@ class Openings:
                 prompt = with_opening(prompt, opening, self._tokenizer, data, tools, behind)
         except ValueError as error:
             log.warning("%s: its samples fail", error)
-            start = EpisodeStart(start.seed, columns, messages=[])
+            start = EpisodeStart(start.seed, columns, failure=str(error))
         return dataclasses.replace(prompt, start=start)
 
 

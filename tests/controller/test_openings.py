@@ -45,7 +45,7 @@ def test_the_last_user_message_goes_on_with_it():
     assert opened.messages == [{"role": "user", "content": "A game.\n\nGuess, 5."}]
     assert opened.text == "<|im_start|>user\nA game.\n\nGuess, 5.<|im_end|>\n<|im_start|>assistant\n"
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
-    assert opened.start.columns == {"answer": "5", "prompt": prompt(0).messages} and opened.start.messages is None
+    assert opened.start.columns == {"answer": "5", "prompt": prompt(0).messages} and opened.start.failure == ""
     assert opened.start.seed == seed_of(0, 40, opened)
     chat = [{"role": "user", "content": "Of the row."}]
     for own, given in (("A game.", prompt(0).messages), (chat, chat)):
@@ -78,11 +78,11 @@ def test_token_ids_of_a_program_take_the_place_of_the_prompt(monkeypatch, caplog
     [opened] = openings().open([prompt(0)], position=40)
     assert opened.token_ids.tolist() == opened.start.token_ids == asked and opened.text == "Who?"
     [long] = openings(max_prompt_tokens=3).open([prompt(0)], position=40)
-    assert long.start.messages == [] and long.start.token_ids is None and long.messages == prompt(0).messages
+    assert "must be >= 4" in long.start.failure and long.start.token_ids is None and long.messages == prompt(0).messages
     assert "row 7 has 4 tokens with what its environment says, data.max_prompt_tokens must be >= 4" in caplog.text
     asked[0] = 259
     [unknown] = openings().open([prompt(0)], position=40)
-    assert unknown.start.messages == [] and "token_ids must be from 0 to 258, got 259" in caplog.text
+    assert "token_ids must be from 0 to 258, got 259" in unknown.start.failure
 
 
 def test_tools_that_a_program_offers_are_offered_to_its_policy(monkeypatch):
@@ -114,14 +114,13 @@ def test_every_place_in_the_data_has_a_seed_of_its_own_that_comes_again():
 
 def test_one_that_does_not_begin_leaves_its_prompt_as_it_is():
     [opened] = openings().open([prompt(0, "broken")], position=0)
-    # no samples' program may begin with a prompt of its own
-    assert opened.messages == prompt(0).messages and opened.start.messages == []
+    assert opened.messages == prompt(0).messages and opened.start.failure == "it does not begin"
 
 
 def test_a_prompt_that_gets_too_long_fails_in_its_samples_alone(caplog):
     [long] = openings(max_prompt_tokens=20).open([prompt(0)], position=0)
     assert "row 7 has 37 tokens with what its environment says, data.max_prompt_tokens must be >= 37" in caplog.text
-    assert long.messages == prompt(0).messages and long.start.messages == []
+    assert long.messages == prompt(0).messages and "must be >= 37" in long.start.failure
 
 
 def test_tools_say_it_with_nothing_between_as_in_trl(monkeypatch):

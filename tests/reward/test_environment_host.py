@@ -765,13 +765,6 @@ def test_only_methods_are_tools_and_a_row_must_have_what_reset_needs(file):
         host.close()
 
 
-def test_an_opening_that_its_prompt_has_no_room_for_fails_its_samples(host):
-    host.open("one", EpisodeStart(7, {"target": 5}, messages=[]))
-    host.ask("one", ("call", [("add", {"amount": 1})]))
-    assert "its prompt has not what it says at the beginning" in answers(host, 1)["one"]["failed"]
-    host.end("one")
-
-
 def test_a_row_takes_one_of_several_environments(file):
     host = EnvironmentHost(config_of(factory=f"{file}:NAMED"))
     try:

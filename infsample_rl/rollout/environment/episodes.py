@@ -103,7 +103,9 @@ class Episodes:
         calls = found.calls if found else []
         if text is not None:
             state.messages.append(assistant_message(text, calls))
-        if self._environments.form == "program":
+        if failure := self._starts[sample.group.prompt_index].failure:
+            self._finish(state, None, failure)
+        elif self._environments.form == "program":
             said = text if text is None else state.messages[-1]["content"]
             logprobs = [float(each) for each in sample.logprobs[len(sample.tokens) - len(turn) :]]
             self._act(state, said, calls, (turn, logprobs, reason))

@@ -202,6 +202,16 @@ def test_what_fails_ends_the_episode_without_a_reward():
     assert (answer.episode.reward, answer.episode.failure) == (None, "its process ended") and host.ended == [0]
 
 
+@pytest.mark.parametrize("form", ["tools", "actions", "program"])
+def test_an_episode_that_cannot_begin_fails_without_a_process(form):
+    episodes, host, tokenizer = make(form)
+    episodes._starts[4] = EpisodeStart(11, {}, failure="timed out after 30 s")
+    episodes.end(sampled(tokenizer, CALL), "stop")
+    [answer] = episodes.take(wait_s=0)
+    assert (answer.episode.reward, answer.episode.failure) == (None, "timed out after 30 s")
+    assert host.opened == {} and host.asked == host.ended == []
+
+
 def test_where_nothing_decodes_the_timeline_shows_that_it_waits():
     episodes, host, tokenizer = make("actions")
     episodes.end(sampled(tokenizer, "left<|im_end|>"), "stop")
