@@ -42,6 +42,7 @@ class EpisodeStart(NamedTuple):
 
     seed: int
     columns: dict[str, Any]  # of the row, and its messages as `prompt`
+    said: str | None = None  # that the prompt goes on with; None: nothing is known of it
     messages: list[dict[str, str]] | None = None  # of the prompt, where they are what an environment said in its place
     tools: list[dict[str, Any]] | tuple[()] = ()  # that a program offers its policy
     token_ids: list[int] | None = None  # of the prompt, where a program asks its policy by token ids

@@ -14,7 +14,6 @@ from infsample_rl.data.chat import of_token_ids, with_opening
 from infsample_rl.data.fields import as_given
 from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
-from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart, Prompt
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,9 @@ class Openings:
         except EnvironmentFailed as error:
             return dataclasses.replace(prompt, start=start._replace(failure=" ".join(str(error).split())))
         data, tools = self._config.data.parts[prompt.source], self._host.tools
-        if isinstance(said, Asked):
+        if isinstance(said, str):
+            start = start._replace(said=said)
+        else:
             start = start._replace(messages=said.messages, tools=said.tools, token_ids=said.token_ids)
             tools = {NAMELESS: said.tools}
             if said.tools:
@@ -61,7 +62,7 @@ class Openings:
             if start.token_ids is not None:
                 prompt = of_token_ids(prompt, start.token_ids, self._tokenizer, data)
             elif said:
-                opening = said.messages if isinstance(said, Asked) else said
+                opening = said if isinstance(said, str) else said.messages
                 behind = "" if self._host.form == "tools" else "\n\n"  # as TRL, which puts nothing between
                 prompt = with_opening(prompt, opening, self._tokenizer, data, tools, behind)
         except ValueError as error:

@@ -157,6 +157,10 @@ class EnvironmentHost:
         if ids is not None and not are_ids(ids):
             raise EnvironmentFailed(FORGED)
         episode.opening = str(found["said"]) if messages is None else Asked(messages, tools, ids)
+        if not _is_of(episode.start, episode.opening):
+            raise EnvironmentFailed(
+                "what it says at its beginning must follow from its seed and row: it is not its group's prompt"
+            )
 
     def _meet(self, episode: _Episode, server: EnvironmentServer) -> None:
         """Its process's first word, so that the system says who it is."""
@@ -167,7 +171,7 @@ class EnvironmentHost:
                 server.hand_over(theirs)
             except OSError:
                 raise ProcessEnded("the process that makes environments is gone") from None
-        self._call(episode, "reset", *episode.start)
+        self._call(episode, "reset", episode.start.seed, episode.start.columns)
 
     def _successor(self, server: EnvironmentServer) -> EnvironmentServer:
         """The server now, after one of whose forks has ended before it began."""
@@ -245,6 +249,13 @@ class EnvironmentHost:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(episode.pid, signal.SIGKILL)
         episode.pid = 0
+
+
+def _is_of(start: EpisodeStart, opening: Opening) -> bool:
+    """Whether a prompt that was opened with `start` has this opening."""
+    if start.messages is not None:
+        return opening == Asked(start.messages, list(start.tools), start.token_ids)
+    return start.said in (None, opening)
 
 
 def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:

@@ -10,8 +10,7 @@ JSON, so that the host unpickles nothing a user's code could have made.
                                             true, "columns": {NAME: ["answer", ...]}}, whether any gives rewards itself
                                             and what a row must have, or {"error": "..."}
     a socket                        ->      a fork, which talks through it:
-    ("reset", seed, columns, the prompt's messages, tools and token ids where they are what another asked for, else
-    None, [], None)                 ->
+    ("reset", seed, columns)        ->
                                     <-      {}, then {"said": "..."}, what the episode opens with, or {"said": "",
                                             "messages": [...], "tools": [...], "token_ids": [...] or null}, what takes
                                             the place of the prompt
@@ -43,7 +42,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from infsample_rl.reward.environment_forms import Acted, Acting, accepted, acting
@@ -54,7 +53,7 @@ from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.keeper import ENVIRONMENT, how_ended
 from infsample_rl.reward.linux_sandbox import NAME, SUBREAPER, prctl
-from infsample_rl.reward.policy_conversation import Asked, Message, Tool
+from infsample_rl.reward.policy_conversation import Asked, Message
 from infsample_rl.reward.user_function import describe_error
 
 DIED = b"\0"  # in no line of JSON
@@ -68,6 +67,8 @@ def main(isolation: Isolation) -> None:
         isolate(isolation)
         config, functions, control = pickle.loads(requests.recv_bytes())
         _adopt_orphans(True)  # a service that the file starts in the background outlives a trajectory
+        with contextlib.suppress(ImportError):
+            import numpy  # noqa: F401  # so that forks can seed it, also for a reset that imports it
         maker = Maker(config, functions)
         _adopt_orphans(False)
     except (ValueError, EOFError) as error:
@@ -143,12 +144,11 @@ def serve(host: socket.socket, maker: Maker) -> None:
             what, *given = pickle.loads(_read(host, struct.unpack("!Q", _read(host, 8))[0]))
             if what == "reset":
                 reply(host.fileno(), {})  # so that the system tells the host whom it talks with
-                columns = given[1]
-                _seed_globally(given[0])
+                seed, columns = given
+                _seed_globally(seed)
                 made = maker.make(columns)
-                given[1] = maker.given(columns)
                 tools, actor = maker.tools(made), acting(made, call) if maker.form != TOOLS else None
-                reply(host.fileno(), _opening(call, made, actor, *given))
+                reply(host.fileno(), _opening(call, made, actor, seed, maker.given(columns)))
             elif what == "call":
                 reply(host.fileno(), _answers(call, tools, maker.path, *given))
             elif what == "act":
@@ -197,14 +197,7 @@ def _read(host: socket.socket, size: int) -> bytes:
 
 
 def _opening(
-    call: Callable[..., Any],
-    made: Any,
-    actor: Acting | None,
-    seed: int,
-    columns: dict[str, Any],
-    messages: list[Message] | None,
-    tools: Sequence[Tool],
-    token_ids: list[int] | None,
+    call: Callable[..., Any], made: Any, actor: Acting | None, seed: int, columns: dict[str, Any]
 ) -> dict[str, Any]:
     if actor is not None:
         said = actor.open(seed, columns)
@@ -215,8 +208,6 @@ def _opening(
         said = None
     if isinstance(said, Asked):
         found = [each | {"content": _text(each["content"])} for each in said.messages]
-        if messages is not None and (messages, list(tools), token_ids) != (found, said.tools, said.token_ids):
-            raise ValueError("rollout's first request must follow from its seed and row: it is not its group's prompt")
         return {"said": "", "messages": found, "tools": said.tools, "token_ids": said.token_ids}
     return {"said": "" if said is None else _text(said)}
 

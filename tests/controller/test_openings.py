@@ -45,7 +45,7 @@ def test_the_last_user_message_goes_on_with_it():
     assert opened.messages == [{"role": "user", "content": "A game.\n\nGuess, 5."}]
     assert opened.text == "<|im_start|>user\nA game.\n\nGuess, 5.<|im_end|>\n<|im_start|>assistant\n"
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
-    assert opened.start.columns == {"answer": "5", "prompt": prompt(0).messages} and opened.start.failure == ""
+    assert opened.start.columns == {"answer": "5", "prompt": prompt(0).messages} and opened.start.said == "Guess, 5."
     assert opened.start.seed == seed_of(0, 40, opened)
     chat = [{"role": "user", "content": "Of the row."}]
     for own, given in (("A game.", prompt(0).messages), (chat, chat)):
@@ -68,7 +68,9 @@ def test_messages_of_a_program_take_the_place_of_the_prompt(monkeypatch):
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     monkeypatch.setattr(Host, "opening", lambda self, seed, columns: Asked(asked))
     [opened] = openings().open([prompt(0)], position=40)
-    assert opened.messages == opened.start.messages == asked and "A game." not in opened.text
+    assert (
+        opened.messages == opened.start.messages == asked and opened.start.said is None and "A game." not in opened.text
+    )
     assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
 
 

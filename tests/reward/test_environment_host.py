@@ -198,6 +198,19 @@ class Dice:
         return str(self.thrown)
 
 
+class Board:
+    """Draws from a library that it imports late, or from the system."""
+
+    def reset(self, seed=None, options=None):
+        import numpy
+
+        drawn = os.urandom(8) if options["target"] == "anything" else numpy.random.random()
+        return f"The board is {drawn}."
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+
 class Said:
     scorer = max
 
@@ -473,11 +486,11 @@ def test_a_program_calls_the_policy_itself(file):
     host = EnvironmentHost(config_of(factory=f"{file}:Play"))
     try:
         assert host.form == "program" and host.opening(7, {"target": 5}).messages == prompt
-        host.open("one", EpisodeStart(7, {"target": 5}, prompt))
+        host.open("one", EpisodeStart(7, {"target": 5}, messages=prompt))
         for request, said in ((("act", "left", False), "you said left"), (("act", "right", False), "")):
             host.ask("one", request)
             assert answers(host, 1)["one"] == {"said": said, "reward": 0.5 * (not said), "ended": not said}
-        host.open("two", EpisodeStart(7, {"target": 6}, prompt))
+        host.open("two", EpisodeStart(7, {"target": 6}, messages=prompt))
         host.ask("two", ("act", "left", False))
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
@@ -490,12 +503,12 @@ def test_a_program_offers_tools_and_is_given_their_calls(file):
         asked = host.opening(7, {"target": "Twice four?"})
         assert asked.messages == [{"role": "user", "content": "Twice four?"}]
         assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
-        host.open("one", EpisodeStart(7, {"target": "Twice four?"}, asked.messages, asked.tools))
+        host.open("one", EpisodeStart(7, {"target": "Twice four?"}, None, asked.messages, asked.tools))
         host.ask("one", ("act", "So:", False, [("add", {"amount": 1}), ("add", {"amount": 4})]))
         assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "answers": ["2", "8"]}
         host.ask("one", ("act", "8", False))
         assert answers(host, 1)["one"] == {"said": "", "reward": 1.0, "ended": True}
-        host.open("two", EpisodeStart(7, {"target": "Twice four?"}, asked.messages, []))
+        host.open("two", EpisodeStart(7, {"target": "Twice four?"}, None, asked.messages, []))
         host.ask("two", ("act", "8", False))
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
@@ -506,12 +519,12 @@ def test_a_program_may_ask_by_token_ids(file):
     host = EnvironmentHost(config_of(factory=f"{file}:ByTokens"))
     try:
         assert host.opening(7, {"target": 5}) == Asked([], [], [5])
-        host.open("one", EpisodeStart(7, {"target": 5}, [], [], [5]))
+        host.open("one", EpisodeStart(7, {"target": 5}, None, [], [], [5]))
         host.ask("one", ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop")))
         assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "token_ids": [7]}
         host.ask("one", ("act", "you", False, [], ([3], [-0.5], "length")))
         assert answers(host, 1)["one"] == {"said": "", "reward": 25.0, "ended": True}
-        host.open("two", EpisodeStart(7, {"target": 5}, [], [], [6]))
+        host.open("two", EpisodeStart(7, {"target": 5}, None, [], [], [6]))
         host.ask("two", ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop")))
         assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
     finally:
@@ -729,6 +742,20 @@ def test_what_draws_from_the_processs_own_generators_draws_by_the_seed(file):
     assert said[0] == said[1] and not set(json.loads(said[0])) & set(json.loads(said[2]))
 
 
+def test_a_beginning_that_is_not_its_groups_fails(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Board"))
+    try:
+        found = []
+        for target in ("by the seed", "anything"):
+            columns = {"target": target}
+            host.open(target, EpisodeStart(7, columns, host.opening(7, columns)))
+            host.ask(target, ("act", "left"))
+            found.append(answers(host, 1)[target])
+    finally:
+        host.close()
+    assert found[0]["ended"] and found[1]["failed"].endswith("seed and row: it is not its group's prompt")
+
+
 @pytest.mark.parametrize(
     ("said", "opening"),
     [
@@ -833,7 +860,7 @@ def test_a_script_that_never_trains_is_one_line(script):
     [
         (
             {"factory": "{}:Countr"},
-            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice, Said, Needy;",
+            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice, Board, Said,",
         ),
         ({"factory": "{}:MIXED"}, "all must be of one form, got {'count': 'tools', 'game': 'actions'}"),
         ({"factory": "{}:WRONG"}, ":WRONG, 'count', is neither a class nor a function"),
