@@ -216,7 +216,9 @@ class Episodes:
             state.rewards.append(reply["reward"])
             if len(state.rewards) > state.turns:  # of a program that waited for a turn there was no room for
                 state.rewards[-2:] = [sum(state.rewards[-2:])]
-            if reply["ended"] or state.is_last:
+            if goes_on and state.is_straggler and self._environments.form == "program":
+                self._ask(state, "act", None, True)  # as where there is no room: its reward comes with its end
+            elif reply["ended"] or state.is_last:
                 self._finish(state, sum(state.rewards))
             elif "token_ids" in reply:
                 self._observe_ids(state, reply["token_ids"])

@@ -268,14 +268,16 @@ def test_a_program_is_told_that_a_turn_is_cut_or_the_last(settings, reason):
     assert host.asked == [(0, "act", "left", True, [], ([], [], "length", 1, 4))]
 
 
-@pytest.mark.parametrize("form", ["actions", "tools"])
+@pytest.mark.parametrize("form", ["actions", "tools", "program"])
 def test_a_trajectory_that_has_waited_too_long_gets_no_further_turn(form, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(episodes_module.time, "monotonic", lambda: clock[0])
     episodes, host, tokenizer = make(form, straggler_s=5.0)
-    acts = form == "actions"
+    acts = form != "tools"
     sample = sampled(tokenizer, "left<|im_end|>" if acts else CALL)
     reply = {"said": "a wall", "reward": 0.25, "ended": False} if acts else {"said": ["2"], "failed": 0}
+    if form == "program":
+        reply |= {"reward": 0.0}
     for seconds in (3.0, 3.0):
         episodes.end(sample, "stop")
         clock[0] += seconds
@@ -288,6 +290,11 @@ def test_a_trajectory_that_has_waited_too_long_gets_no_further_turn(form, monkey
         assert found == [] and host.asked[-1][:2] == (0, "reward")
         host.answers.put((0, {"reward": 0.5}))
         found = episodes.take(wait_s=0)
+    if form == "program":  # whose reward comes with its end
+        assert found == [] and host.asked[-1] == (0, "act", None, True)
+        host.answers.put((0, {"said": "", "reward": 0.5, "ended": True}))
+        found = episodes.take(wait_s=0)
+        assert found[0].episode.turn_rewards == [0.0, 0.5]
     [answer] = found
     assert answer.episode.is_straggler and answer.episode.reward == 0.5 and answer.episode.waited_s >= 6
 
