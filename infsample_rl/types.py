@@ -35,6 +35,7 @@ class WorkerPhases(NamedTuple):
 
 
 Request = tuple[Any, ...]  # to an environment, as reward/environment_process.py has them
+Answered = tuple[Request, dict[str, Any]]  # with its reply
 
 
 class EpisodeStart(NamedTuple):

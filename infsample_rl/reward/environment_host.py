@@ -29,7 +29,7 @@ from infsample_rl.config import Config
 from infsample_rl.reward.environment_process import DIED
 from infsample_rl.reward.environment_server import EnvironmentServer
 from infsample_rl.reward.policy_conversation import Asked, are_ids, is_tool
-from infsample_rl.types import EpisodeStart, Request
+from infsample_rl.types import Answered, EpisodeStart, Request
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Episode:
     pid: int = 0  # of its process, as the system knows it
     unread: bytes = b""
     opening: Opening = ""
-    done: list[Request] = field(default_factory=list)  # what its process has been asked for
+    done: list[Answered] = field(default_factory=list)
     ended_at: int = -1  # how much was done when a process of its ended
     is_over: bool = False  # nobody wants it any more
     lock: threading.Lock = field(default_factory=threading.Lock)  # its calls are one after another
@@ -75,9 +75,9 @@ class EnvironmentHost:
         self.columns = self._server.columns  # that a row must have, by the names of environments
         self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="environments")
 
-    def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
+    def ask(self, key: Hashable, request: Request, before: Sequence[Answered] = ()) -> None:
         """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
-        (key, {"failed": why}). `before`: what one that has no process yet does first."""
+        (key, {"failed": why}). `before`: what one that has no process yet does first, where it may have a state."""
         self._threads.submit(self._answer, key, self._episodes[key], request, list(before))
 
     def open(self, key: Hashable, start: EpisodeStart) -> None:
@@ -109,12 +109,12 @@ class EnvironmentHost:
         self._server.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Request]) -> None:
+    def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Answered]) -> None:
         try:
             with episode.lock:
                 episode.done += before
                 found = self._ask(episode, request)
-                episode.done.append(request)
+                episode.done.append((request, found))
             if not _is_reply(found, *request):
                 raise EnvironmentFailed(FORGED)
         except Exception as error:  # whatever it is, its sample waits for an answer
@@ -133,14 +133,22 @@ class EnvironmentHost:
             try:
                 if episode.line is None:
                     self._begin(episode)
-                    for each in episode.done:
-                        self._call(episode, *each)
+                    self._do_again(episode)
                 return {} if request is None else self._call(episode, *request)
             except ProcessEnded:
                 self._end(episode)
                 if episode.is_over or episode.ended_at == len(episode.done):
                     raise
                 episode.ended_at, episode.line, episode.unread = len(episode.done), None, b""
+
+    def _do_again(self, episode: _Episode) -> None:
+        """Bring a new process to where the last one was. Functions alone have no state: they are not called again."""
+        for request, reply in episode.done if self._config.factory is not None else ():
+            if self._call(episode, *request) != reply:
+                raise EnvironmentFailed(
+                    "brought back in a new process it answered otherwise: its answers must follow from its seed, row "
+                    "and calls"
+                )
 
     def _begin(self, episode: _Episode) -> None:
         """A process for it, of a new server where the one that there was is gone."""

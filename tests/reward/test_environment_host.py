@@ -180,6 +180,17 @@ def rows(number: int) -> list:
     return [(each, "x") for each in range(number)]
 
 
+def note(path: str) -> int:
+    """Grows a file.
+
+    Args:
+        path: Its.
+    """
+    with open(path, "a") as file:
+        file.write("x")
+    return os.path.getsize(path)
+
+
 def undescribed(number):
     return number
 
@@ -565,11 +576,33 @@ def test_a_killed_process_is_started_again_and_brought_to_where_it_was(host):
     host.end("killed")
 
 
-def test_a_process_that_begins_late_does_first_what_had_been_asked_before(host):
+@pytest.mark.parametrize("total", [4, 5])
+def test_a_process_that_begins_late_does_first_what_had_been_asked_before_and_fails_where_it_differs(host, total):
+    adds = [
+        (("call", [("add", {"amount": 2})]), {"said": [f"The total is {each}."], "failed": 0}) for each in (2, total)
+    ]
     host.open("late", EpisodeStart(7, {"target": 5}))
-    host.ask("late", ("call", [("add", {"amount": 1})]), [("call", [("add", {"amount": 2})])] * 2)
-    assert answers(host, 1)["late"]["said"] == ["The total is 5."]
+    host.ask("late", ("call", [("add", {"amount": 1})]), adds)
+    reply = answers(host, 1)["late"]
+    if total == 4:
+        assert reply["said"] == ["The total is 5."]
+    else:
+        assert reply["failed"].startswith("brought back in a new process it answered otherwise: ")
     host.end("late")
+
+
+def test_functions_alone_are_not_called_again_in_a_new_process(file, tmp_path):
+    host = EnvironmentHost(config_of(tools=[f"{file}:note"]))
+    request = ("call", [("note", {"path": str(tmp_path / "notes")})])
+    try:
+        host.open("late", EpisodeStart(7, {}))
+        host.ask("late", request, [(request, {"said": ["1"], "failed": 0})])
+        found = answers(host, 1)["late"]["said"]
+        os.kill(host._episodes["late"].pid, signal.SIGKILL)
+        host.ask("late", request)
+        assert [*found, *answers(host, 1)["late"]["said"]] == ["1", "2"]
+    finally:
+        host.close()
 
 
 def server_of(host):

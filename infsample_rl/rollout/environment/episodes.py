@@ -16,7 +16,7 @@ from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import Sample
-from infsample_rl.types import Episode, EpisodeStart, Request
+from infsample_rl.types import Answered, Episode, EpisodeStart, Request
 
 KEYS = count()  # of all calls: an answer to one that is over must not look like one to the next
 CUT = "\n[...]\n"  # in the place of what an observation has too much
@@ -32,9 +32,9 @@ class Environments(Protocol):
     def open(self, key: Hashable, start: EpisodeStart) -> None:
         """There is to be an environment of `key`."""
 
-    def ask(self, key: Hashable, request: Request, before: Sequence[Request] = ()) -> None:
-        """Ask it, for a reply that comes into `answers`. `before`: what it was asked for in another process, whose
-        answers are known; they bring a new one to where that was."""
+    def ask(self, key: Hashable, request: Request, before: Sequence[Answered] = ()) -> None:
+        """Ask it, for a reply that comes into `answers`. `before`: what it answered in another process; the same
+        requests bring a new one to where that was."""
 
     def end(self, key: Hashable) -> None:
         """It is not wanted any more."""
@@ -59,7 +59,7 @@ class _State:
     names: tuple[str, ...] = ()  # of the tools that have been asked
     asked: int = 0  # requests so far
     request: Request = ()  # the last
-    replayed: list[Request] = field(default_factory=list)  # whose answers were on record
+    replayed: list[Answered] = field(default_factory=list)  # from the records
     is_live: bool = False  # it has a process
     asked_at: float = 0.0
     waited_s: float = 0.0
@@ -184,7 +184,7 @@ class Episodes:
         if self._records is not None and not state.is_live:
             found = self._records.find(self._place(state), state.request)
         if found is not None:
-            state.replayed.append(state.request)
+            state.replayed.append((state.request, found))
             self._recorded.append((state.key, found))
         elif state.is_live:
             self._environments.ask(state.key, state.request)

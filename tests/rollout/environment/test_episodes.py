@@ -359,7 +359,8 @@ def test_a_trajectory_that_is_sampled_again_takes_its_answers_from_the_records_a
     assert first.before == [[], []]
     assert [request[1:] for request in second.asked] == [("act", "up", False)]
     # its process is brought to where it was
-    assert second.before == [[("act", "left", False), ("act", "right", False)]]
+    acts = [("act", "left", False), ("act", "right", False)]
+    assert second.before == [list(zip(acts, replies, strict=False))]
     assert third.asked == third.ended == [] and third.opened == {}
     assert tokens == again and whole.turn_rewards == replayed.turn_rewards == [0.25] * 3
     assert (whole.replayed, replayed.replayed) == (2, 3)
