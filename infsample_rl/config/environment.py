@@ -54,8 +54,9 @@ class EnvironmentConfig:
     )
     straggler_s: float | None = setting(
         None,
-        "seconds that a trajectory may wait for its environment in all: one that has waited longer gets no further "
-        "turn and counts as cut, by the clock, so that a run does not repeat; none: any time",
+        "seconds that the calls of a trajectory's environment may take in all: above, it gets no further turn and "
+        "counts as cut, by the clock, so that a run does not repeat; one that is cut within the call of a tool or of a "
+        "program has no reward; none: any time",
         above=0,
         read_if=_is_set,
     )

@@ -60,8 +60,10 @@ METRICS = {
     "environment/calls_mean": Metric("calls", "mean of a trajectory's calls of tools"),
     "environment/failed": Metric("samples", "samples whose environment timed out, died or raised: they have no reward"),
     "environment/replayed": Metric("answers", "answers of environments that were on record from before a crash"),
-    "environment/stragglers": Metric("samples", "samples cut because they waited longer than environment.straggler_s"),
-    "environment/waited_s_mean": Metric("s", "mean time that a trajectory waited for its environment in all"),
+    "environment/stragglers": Metric(
+        "samples", "samples cut because their calls took longer than environment.straggler_s"
+    ),
+    "environment/waited_s_mean": Metric("s", "mean time that the calls of a trajectory's environment took in all"),
     "environment/observed_tokens": Metric("tokens", "tokens that environments gave: read, and not trained"),
     "eval/accuracy": Metric("reward", "mean over the samples of all held-out problems that have a reward"),
     "eval/accuracy/<source>": Metric("reward", "eval/accuracy of one source of several in data.sources"),

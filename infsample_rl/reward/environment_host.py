@@ -57,6 +57,7 @@ class _Episode:
     unread: bytes = b""
     opening: Opening = ""
     done: list[Answered] = field(default_factory=list)
+    called_at: float | None = None  # time.monotonic() when what it was last asked for was begun
     ended_at: int = -1  # how much was done when a process of its ended
     is_over: bool = False  # nobody wants it any more
     lock: threading.Lock = field(default_factory=threading.Lock)  # its calls are one after another
@@ -78,7 +79,13 @@ class EnvironmentHost:
     def ask(self, key: Hashable, request: Request, before: Sequence[Answered] = ()) -> None:
         """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
         (key, {"failed": why}). `before`: what one that has no process yet does first, where it may have a state."""
-        self._threads.submit(self._answer, key, self._episodes[key], request, list(before))
+        episode = self._episodes[key]
+        episode.called_at = None
+        self._threads.submit(self._answer, key, episode, request, list(before))
+
+    def called_at(self, key: Hashable) -> float | None:
+        """When what the environment of `key` was last asked for was begun; None: it waits for one of the workers."""
+        return self._episodes[key].called_at
 
     def open(self, key: Hashable, start: EpisodeStart) -> None:
         """There is to be an environment of `key`, made when it is first asked."""
@@ -112,6 +119,7 @@ class EnvironmentHost:
     def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Answered]) -> None:
         try:
             with episode.lock:
+                episode.called_at = time.monotonic()
                 episode.done += before
                 found = self._ask(episode, request)
                 episode.done.append((request, found))

@@ -605,6 +605,21 @@ def test_functions_alone_are_not_called_again_in_a_new_process(file, tmp_path):
         host.close()
 
 
+def test_it_is_known_since_when_a_call_runs_and_that_it_waits_for_a_worker(file):
+    host, began = EnvironmentHost(config_of(factory=f"{file}:Counter", workers=1)), time.monotonic()
+    try:
+        for key in range(2):
+            host.open(key, EpisodeStart(0, {"target": 1}))
+            host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
+        while host.called_at(0) is None:
+            time.sleep(0.01)
+        assert host.called_at(0) >= began and host.called_at(1) is None
+        answers(host, 2)
+        assert host.called_at(1) - host.called_at(0) >= 1.0
+    finally:
+        host.close()
+
+
 def server_of(host):
     [keeper] = psutil.Process(host._server._keeper.pid).children()
     return keeper.children()[0]

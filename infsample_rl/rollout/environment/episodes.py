@@ -36,6 +36,9 @@ class Environments(Protocol):
         """Ask it, for a reply that comes into `answers`. `before`: what it answered in another process; the same
         requests bring a new one to where that was."""
 
+    def called_at(self, key: Hashable) -> float | None:
+        """When what it was last asked for was begun, by time.monotonic(). None: it waits for its turn."""
+
     def end(self, key: Hashable) -> None:
         """It is not wanted any more."""
 
@@ -61,7 +64,7 @@ class _State:
     request: Request = ()  # the last
     replayed: list[Answered] = field(default_factory=list)  # from the records
     is_live: bool = False  # it has a process
-    asked_at: float = 0.0
+    is_asked: bool = False  # and has not answered yet
     waited_s: float = 0.0
     is_straggler: bool = False
     unfit_tokens: int = 0
@@ -151,6 +154,8 @@ class Episodes:
                 self._hear(*replies.get_nowait())
         except queue.Empty:
             pass
+        if self._config.straggler_s is not None:
+            self._end_stragglers(self._config.straggler_s)
         found, self._ready = self._ready, []
         return found
 
@@ -178,7 +183,7 @@ class Episodes:
         return self._of_programs[prompt]
 
     def _ask(self, state: _State, what: str, *given: Any) -> None:
-        state.request, state.asked_at = (what, *given), time.monotonic()
+        state.request, state.is_asked = (what, *given), True
         state.asked += 1
         found = None
         if self._records is not None and not state.is_live:
@@ -202,7 +207,7 @@ class Episodes:
         state = self._of_key.get(key)
         if state is None:
             return
-        state.waited_s += time.monotonic() - state.asked_at
+        state.waited_s, state.is_asked = state.waited_s + self._call_s(state), False
         if state.is_live and self._records is not None:
             self._records.add(self._place(state), state.request, reply)
         limit, goes_on = self._config.straggler_s, "said" in reply and not (reply.get("ended") or state.is_last)
@@ -230,6 +235,24 @@ class Episodes:
             self._ask_reward(state)
         else:
             self._observe_tools(state, reply["said"], reply.get("lists", {}))
+
+    def _call_s(self, state: _State) -> float:
+        """How long its call has taken; that it waited for others' is not its own."""
+        began = self._environments.called_at(state.key) if state.is_live else None
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _end_stragglers(self, limit: float) -> None:
+        """Those whose call goes on above the limit; the last one, as for a reward, may take as much by itself."""
+        for state in [each for each in self._of_key.values() if each.is_live and each.is_asked]:
+            call_s = self._call_s(state)
+            if call_s + (0.0 if state.is_last else state.waited_s) <= limit:
+                continue
+            state.waited_s, state.is_straggler = state.waited_s + call_s, True
+            if self._environments.form == "actions":
+                state.rewards.append(0.0)  # of the turn that has not been answered
+                self._finish(state, sum(state.rewards))
+            else:  # whose reward comes with their end
+                self._finish(state, None, f"its call was cut after {call_s:.0f} s (environment.straggler_s={limit:g})")
 
     def _observe_tools(
         self, state: _State, answers: list[str], lists: Mapping[str, list[Any]] = MappingProxyType({})

@@ -33,7 +33,7 @@ class Host:
     def __init__(self, form):
         self.form, self.tools = form, {"": [ADD] if form == "tools" else []}
         self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
-        self.before = []
+        self.before, self.began = [], {}
 
     def open(self, key, start):
         self.opened[key] = (start.seed, start.columns)
@@ -41,6 +41,10 @@ class Host:
     def ask(self, key, request, before=()):
         self.asked.append((key, *request))
         self.before.append(list(before))
+        self.began[key] = episodes_module.time.monotonic()
+
+    def called_at(self, key):
+        return self.began[key]
 
     def end(self, key):
         self.ended.append(key)
@@ -297,6 +301,35 @@ def test_a_trajectory_that_has_waited_too_long_gets_no_further_turn(form, monkey
         assert found[0].episode.turn_rewards == [0.0, 0.5]
     [answer] = found
     assert answer.episode.is_straggler and answer.episode.reward == 0.5 and answer.episode.waited_s >= 6
+
+
+@pytest.mark.parametrize(("form", "reward"), [("actions", 0.25), ("tools", None), ("program", None)])
+def test_a_call_that_goes_on_for_too_long_is_cut_and_one_that_waits_for_its_turn_is_not(form, reward, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(episodes_module.time, "monotonic", lambda: clock[0])
+    episodes, host, tokenizer = make(form, straggler_s=5.0)
+    acts = form != "tools"
+    said = "left<|im_end|>" if acts else CALL
+    sample = sampled(tokenizer, said)
+    episodes.end(sample, "stop")
+    clock[0] += 4.0
+    host.answers.put((0, {"said": "", "reward": 0.25, "ended": False} if acts else {"said": ["2"], "failed": 0}))
+    [answer] = episodes.take(wait_s=0)
+    clock[0] += 50.0  # its policy's turn
+    assert episodes.take(wait_s=0) == []
+    sample.tokens.extend(answer.observed)
+    episodes.end(sampled(tokenizer, said, sample), "stop")
+    host.began[0] = None  # the call is not begun
+    clock[0] += 50.0
+    assert episodes.take(wait_s=0) == []
+    host.began[0] = clock[0]
+    clock[0] += 2.0
+    [answer] = episodes.take(wait_s=0)
+    episode = answer.episode
+    assert episode.is_straggler and (episode.reward, episode.waited_s) == (reward, 6.0) and host.ended == [0]
+    cut = "its call was cut after 2 s (environment.straggler_s=5)"
+    assert episode.failure == ("" if form == "actions" else cut)
+    assert form != "actions" or episode.turn_rewards == [0.25, 0.0]
 
 
 def test_an_observation_that_had_no_room_is_no_turn():
