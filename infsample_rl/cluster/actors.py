@@ -89,7 +89,7 @@ class RolloutCalls(Observed):
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
-        """Running steps since the start."""
+        """Running steps and environments' replies since the start."""
         return self.rollout.progress()
 
     @ray.method(concurrency_group="control")
@@ -221,7 +221,7 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
-        """Running steps and rows since the start."""
+        """Running steps, environments' replies and rows since the start."""
         return self.rollout.progress() + self._done
 
     def _items(self, asked: StreamOrder) -> Items:

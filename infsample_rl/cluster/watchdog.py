@@ -74,6 +74,8 @@ class Watchdog:
                 self.moved(item.role, item.index)
             if item.role == "reward":
                 limit_s += self._config.reward.timeout_s  # a function call may take it all
+            elif item.role == "rollout" and self._config.environment.is_set:
+                limit_s += self._config.environment.timeout_s  # so may a call that all samples left wait for
             # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything
             # moves, so may it.
             asked = max(item.since, self._last_move) if isinstance(item, Return) else item.since

@@ -75,7 +75,6 @@ PAIRS = (
 TURNS = (  # where trajectories have an environment
     ("", "rollout.schedule=token_budget", "samples that wait for their environment give up their slot"),
     ("", "data.apply_chat_template=true", "a turn's observation is rendered by the chat template"),
-    ("", "environment.timeout_s<cluster.progress_timeout_s", "a worker that only waits for one would count as hanging"),
 )
 TIMELINE_PROMPTS = 2  # of a step, whose samples' timelines are kept
 

@@ -70,6 +70,7 @@ class EnvironmentHost:
         """As EnvironmentServer."""
         self._config, self._episodes = config.environment, dict[Hashable, _Episode]()
         self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
+        self.num_replies = 0
         self._start, self._starting = partial(EnvironmentServer, config, python), threading.Lock()
         self._server, self._is_closed = self._start(), False
         self.form, self.tools, self.rewards = self._server.form, self._server.tools, self._server.rewards
@@ -129,6 +130,7 @@ class EnvironmentHost:
             self._end(episode)
             said = str(error) if isinstance(error, EnvironmentFailed) else f"{type(error).__name__}: {error}"
             found = {"failed": " ".join(said.split())}
+            self.num_replies += 1
         if self._episodes.get(key) is episode:
             self.answers.put((key, found))
         else:  # it was ended while it was asked, maybe before its process was there
@@ -223,6 +225,7 @@ class EnvironmentHost:
                 raise EnvironmentFailed(FORGED)
             episode.unread += self._read(episode, deadline - time.monotonic())
         text, _, episode.unread = episode.unread.partition(b"\n")
+        self.num_replies += 1
         try:
             found = json.loads(text)
         except ValueError:

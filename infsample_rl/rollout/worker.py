@@ -168,8 +168,9 @@ class RolloutWorker:
         return self.engine.learn()
 
     def progress(self) -> int:
-        """Running steps so far; grows as long as the worker decodes."""
-        return self.engine.totals.running_steps
+        """Grows with every running step, and with every reply of an environment: samples may all wait for theirs."""
+        replies = 0 if self._environments is None else self._environments.num_replies
+        return self.engine.totals.running_steps + replies
 
     def halt(self, number: int) -> None:
         """End the stream of this number, and those before, at its next running step. From another thread."""

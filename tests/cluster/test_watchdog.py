@@ -120,6 +120,13 @@ def test_a_long_call_that_gets_on_is_not_given_up_and_one_that_does_not_is(watch
     assert list(watch.after(LIMITS[role] + 41)) == [(role, 0)]
 
 
+@pytest.mark.parametrize("watch", [["environment.factory=a.py:A", "environment.timeout_s=90"]], indirect=True)
+def test_a_worker_whose_samples_wait_for_an_environment_has_the_time_of_a_call_too(watch):
+    waiting = watch.stream(0, Worker(hangs=True))
+    assert watch.after(149) == {} and waiting.progress.calls
+    assert list(watch.after(41)) == [("rollout", 0)]
+
+
 def test_a_worker_on_its_way_has_the_time_since_anything_moved(watch):
     """It may wait for a place, or for a learner that has rows to do."""
     decoding = watch.stream(0, Worker())

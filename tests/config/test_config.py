@@ -216,10 +216,6 @@ WRONG = [
     ),
     (["reward.memory_limit=64MB"], "reward.memory_limit must be >= 256MiB, got 64MB; the nearest that works is 256MiB"),
     (
-        ["environment.factory=a.py:A", "environment.timeout_s=90", "cluster.progress_timeout_s=60"],
-        "environment.timeout_s must be < cluster.progress_timeout_s = 60, got 90: a worker that only waits for one",
-    ),
-    (
         ["environment.factory=a.py:A", "rollout.schedule=arrival"],
         "rollout.schedule must be token_budget, got arrival: samples that wait for their environment",
     ),

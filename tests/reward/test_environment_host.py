@@ -376,7 +376,9 @@ def test_public_methods_are_tools_with_their_schemas(host):
 
 def test_an_episode_opens_keeps_its_state_and_is_rewarded(host):
     assert host.opening(7, {"target": 5, "unused": 1}) == "Reach 5 from 7."
+    before = host.num_replies
     reply = asked(host, "call", [("add", {"amount": 2}), ("add", {"amount": 3})], end=False)
+    assert host.num_replies == before + 3, "who it is, that it has begun, and its answer"
     assert reply == {"said": ["The total is 2.", "The total is 5."], "failed": 0}
     host.ask("one", ("reward", []))
     assert answers(host, 1)["one"] == {"reward": 1.0, "functions": {}, "reported": {}}

@@ -1,6 +1,7 @@
 """The rollout worker on a tiny model saved to disk: stream, weights, figures."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +71,8 @@ def test_headers_and_micro_groups_alternate_and_agree(config):
         assert {completion.prompt_index for completion in group} == {header.prompt_index}
     assert [header.finished_at for header in headers] == sorted(header.finished_at for header in headers)
     assert worker.progress() == worker.stats()["running_steps"] > 0
+    worker._environments = SimpleNamespace(num_replies=7)
+    assert worker.progress() == worker.stats()["running_steps"] + 7
     episode = Episode(reward=1.0, failure="", turns=1, calls=0, waited_s=0.0, messages=[{"role": "assistant"}])
     header = worker._header([replace(groups[0][0], episode=episode)], False)
     assert header.episodes == [replace(episode, messages=[])], "the driver is sent no texts"

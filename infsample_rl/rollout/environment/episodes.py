@@ -28,6 +28,7 @@ class Environments(Protocol):
     form: str  # "tools", "actions" or "program"
     tools: dict[str, list[dict[str, Any]]]  # by the names of environments
     answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
+    num_replies: int  # grows with all that environments say, also before a request is answered
 
     def open(self, key: Hashable, start: EpisodeStart) -> None:
         """There is to be an environment of `key`."""
