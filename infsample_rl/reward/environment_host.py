@@ -34,6 +34,7 @@ from infsample_rl.types import Answered, EpisodeStart, Request
 log = logging.getLogger(__name__)
 
 CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, group
+CLOSE_LIMIT_S = 5.0  # of an environment's own close()
 MOST_UNREAD = 1 << 24  # bytes of one reply
 FORGED = "it wrote into the line of its answers"
 Opening = str | Asked  # what the prompt goes on with, or what takes its place
@@ -76,6 +77,7 @@ class EnvironmentHost:
         self.form, self.tools, self.rewards = self._server.form, self._server.tools, self._server.rewards
         self.columns = self._server.columns  # that a row must have, by the names of environments
         self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="environments")
+        self._closing, self._closed_by = ThreadPoolExecutor(self._config.workers), math.inf
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Answered] = ()) -> None:
         """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
@@ -98,7 +100,7 @@ class EnvironmentHost:
         try:
             self._ask(episode, None)
         finally:
-            self._end(episode)
+            self._release(episode)
         return episode.opening
 
     def end(self, key: Hashable) -> None:
@@ -106,12 +108,14 @@ class EnvironmentHost:
         episode = self._episodes.pop(key, None)
         if episode is not None:
             episode.is_over = True
-            self._end(episode)
+            self._release(episode)
 
     def close(self) -> None:
         """End all environments."""
         for key in list(self._episodes):
             self.end(key)
+        self._closed_by = time.monotonic() + CLOSE_LIMIT_S
+        self._closing.shutdown(wait=True)
         with self._starting:
             self._is_closed = True
         self._server.close()
@@ -206,16 +210,19 @@ class EnvironmentHost:
             return self._server
 
     def _call(self, episode: _Episode, *request: Any) -> dict[str, Any]:
-        assert episode.line is not None
-        message = pickle.dumps(request)
         try:
-            episode.line.settimeout(self._config.timeout_s)
-            episode.line.sendall(struct.pack("!Q", len(message)) + message)
+            self._send(episode, request, self._config.timeout_s)
         except TimeoutError:
             raise self._too_late() from None
         except OSError:
             pass  # it has ended: how is what there is to read
         return self._receive(episode)
+
+    def _send(self, episode: _Episode, request: Request, limit_s: float) -> None:
+        assert episode.line is not None
+        message = pickle.dumps(request)
+        episode.line.settimeout(limit_s)
+        episode.line.sendall(struct.pack("!Q", len(message)) + message)
 
     def _receive(self, episode: _Episode) -> dict[str, Any]:
         """The next line of its process, within environment.timeout_s."""
@@ -259,6 +266,24 @@ class EnvironmentHost:
 
     def _too_late(self) -> EnvironmentFailed:
         return EnvironmentFailed(f"timed out after {self._config.timeout_s:g} s (environment.timeout_s)")
+
+    def _release(self, episode: _Episode) -> None:
+        """End it; one that is in no call is closed first, without being waited for here."""
+        if self._config.factory is not None and episode.pid and episode.lock.acquire(blocking=False):
+            with contextlib.suppress(RuntimeError):  # the host is closed
+                self._closing.submit(self._close, episode)
+                return
+        self._end(episode)
+
+    def _close(self, episode: _Episode) -> None:
+        """Let it give back what it holds outside its process, which would outlive it; then end it."""
+        limit_s = max(0.0, min(CLOSE_LIMIT_S, self._closed_by - time.monotonic()))
+        with contextlib.suppress(OSError):
+            self._send(episode, ("close",), limit_s)
+            if episode.line is not None:
+                episode.line.recv(1)
+        self._end(episode)
+        episode.lock.release()
 
     def _end(self, episode: _Episode) -> None:
         """Its process and what it started, also one that does not answer."""

@@ -25,6 +25,8 @@ JSON, so that the host unpickles nothing a user's code could have made.
     ("reward", messages)            ->      all that was said after the prompt
                                     <-      {"reward": 1.0, "functions": {NAME: 1.0}, "reported": {"NAME/KEY": 1.0}},
                                             null where the environment has none, or a function leaves it out
+    ("close",)                      ->
+                                    <-      {}
                                     <-      DIED, "exit code 3", no end of a line: of a fork that has ended by itself
 """
 
@@ -45,7 +47,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infsample_rl.reward.environment_forms import Acted, Acting, accepted, acting
+from infsample_rl.reward.environment_forms import Acted, Acting, TextArena, accepted, acting
 from infsample_rl.reward.environment_maker import TOOLS, Maker
 from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
@@ -153,6 +155,10 @@ def serve(host: socket.socket, maker: Maker) -> None:
                 reply(host.fileno(), _answers(call, tools, maker.path, *given))
             elif what == "act":
                 reply(host.fileno(), _acted(actor.act(*given)))
+            elif what == "close":
+                if callable(getattr(made, "close", None)) and not isinstance(actor, TextArena):  # which closes itself
+                    call(made.close)
+                reply(host.fileno(), {})
             else:
                 reply(host.fileno(), _rewards(call, made, maker.scoring, columns, *given))
     except HostGone:

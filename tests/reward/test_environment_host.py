@@ -17,6 +17,7 @@ import pytest
 from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
+from infsample_rl.reward import environment_host
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost, _is_reply
 from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart
@@ -220,6 +221,23 @@ class Board:
 
     def step(self, action):
         return "", 1.0, True, False, {}
+
+
+class Held:
+    """Holds what outlives its process."""
+
+    def reset(self, path):
+        self.path = path
+
+    def read(self) -> str:
+        """Reads."""
+        return "nothing"
+
+    def close(self):
+        with open(self.path, "a") as file:
+            file.write("closed ")
+        if "hangs" in self.path:
+            time.sleep(1234)
 
 
 class Said:
@@ -622,6 +640,26 @@ def test_it_is_known_since_when_a_call_runs_and_that_it_waits_for_a_worker(file)
         host.close()
 
 
+def test_an_environment_that_is_not_wanted_any_more_closes_what_it_holds_within_its_time(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment_host, "CLOSE_LIMIT_S", 2.0)
+    host, held = EnvironmentHost(config_of(factory=f"{file}:Held")), [tmp_path / name for name in ("ends", "hangs")]
+    try:
+        assert host.opening(7, {"path": str(held[0])}) == ""  # of the instance that is thrown away
+        for path in held:
+            host.open(path, EpisodeStart(7, {"path": str(path)}))
+            host.ask(path, ("call", [("read", {})]))
+        assert len(answers(host, 2)) == 2
+        pids = [host._episodes[path].pid for path in held]
+        started = time.monotonic()
+        host.end(held[0])
+        host.end(held[1])
+        assert time.monotonic() - started < 1.0, "nobody waits for it"
+    finally:
+        host.close()
+    assert [path.read_text() for path in held] == ["closed closed ", "closed "]
+    assert not any(map(psutil.pid_exists, pids))
+
+
 def server_of(host):
     [keeper] = psutil.Process(host._server._keeper.pid).children()
     return keeper.children()[0]
@@ -910,7 +948,7 @@ def test_a_script_that_never_trains_is_one_line(script):
     [
         (
             {"factory": "{}:Countr"},
-            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice, Board, Said,",
+            "has no class Countr; its classes are Counter, Game, Play, Tooled, ByTokens, Deaf, Dice, Board, Held,",
         ),
         ({"factory": "{}:MIXED"}, "all must be of one form, got {'count': 'tools', 'game': 'actions'}"),
         ({"factory": "{}:WRONG"}, ":WRONG, 'count', is neither a class nor a function"),
