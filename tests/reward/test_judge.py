@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from infsample_rl.cluster.rollout_interpreter import MADE_HERE
 from infsample_rl.cluster.worker_secrets import check_reward_environment, worker_secrets
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig
-from infsample_rl.config.loading import load_config
+from infsample_rl.config.loading import cache_folder, load_config
 from infsample_rl.config.overrides import ConfigError
 from infsample_rl.reward import judge as judge_module
 from infsample_rl.reward.hidden_values import hide_values_of
@@ -30,6 +30,7 @@ from tests.conftest import save_tiny_qwen3
 
 openai = pytest.importorskip("openai")
 KEY = "sk-0123456789abcdef"
+SMOLLM2 = cache_folder() / "SmolLM2-135M-Instruct"  # where `make smollm2` puts it
 
 
 class Server:
@@ -64,11 +65,13 @@ class Server:
                     with server._lock:
                         server.at_once -= 1
 
-            def answer(self, body, status=200, kind="application/json"):
+            def answer(self, body, status=200, kind="application/json", **headers):
                 text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(text)))
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -289,6 +292,12 @@ def test_busy_servers_are_asked_again_within_the_time(server, entry, monkeypatch
     server.asked.clear()
     call = judged(entry(retries=1), ["4"])
     assert call.values == [None] and "InternalServerError" in call.problems[0] and len(server.asked) == 2
+    server.asked.clear()
+    server.reply = lambda request, number: (
+        "Score: 5" if number > 1 else lambda handler: handler.answer({}, 429, Retry_After="0.3")
+    )
+    began = time.monotonic()
+    assert judged(entry(), ["5"]).values == [0.5] and time.monotonic() - began >= 0.3, "as long as it asks for"
 
 
 def test_many_are_asked_at_a_time_and_no_more_than_that(server, entry):
@@ -402,9 +411,11 @@ def test_prompt_files_are_found_from_anywhere(entry, tmp_path, monkeypatch):
 def test_vllm_judges_arithmetic(tmp_path, entry):
     """A real server of the protocol, whose replies are held to the form by its own structured outputs."""
     assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
-    model = save_tiny_qwen3(tmp_path / "judge")
-    shape = Qwen3Config.from_pretrained(model, head_dim=32)  # vLLM's attention on CPUs has no smaller heads
-    Qwen3ForCausalLM(shape).save_pretrained(model)
+    model = SMOLLM2
+    if not model.exists():
+        model = save_tiny_qwen3(tmp_path / "judge")
+        shape = Qwen3Config.from_pretrained(model, head_dim=32)  # vLLM's attention on CPUs has no smaller heads
+        Qwen3ForCausalLM(shape).save_pretrained(model)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -424,7 +435,8 @@ def test_vllm_judges_arithmetic(tmp_path, entry):
     try:
         os.environ["JUDGE"] = KEY
         options = {"max_tokens": 16, "structured_outputs": {"regex": "Score: ([0-9]|10)"}}
-        given = entry(url=f"http://127.0.0.1:{port}/v1", key="JUDGE", options=options, price=[1.0, 1.0])
+        settings = {"url": f"http://127.0.0.1:{port}/v1", "key": "JUDGE"}
+        given = entry(**settings, options=dict(options), price=[1.0, 1.0])
         until = time.monotonic() + 400
         while True:
             try:
@@ -437,6 +449,12 @@ def test_vllm_judges_arithmetic(tmp_path, entry):
         assert call.problems == [""] * 20 and all(value in [each / 10 for each in range(11)] for value in call.values)
         assert min(call.reported["tokens"]) > 20 and min(call.reported["cost"]) > 2e-5
         assert judged(given, ["0", "1"]).reported["tokens"] == [0.0, 0.0], "asked for once"
+        options["structured_outputs"] = {"regex": "Verdict: (first|second|tie)"}
+        pairwise = entry(**settings, text="{first} {second}", form="pairwise", against="answer", options=options)
+        assert set(judged(pairwise, ["3", "4"], timeout_s=120).values) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+        options["structured_outputs"] = {"regex": "1: (yes|no)\n2: (yes|no)"}
+        rubric = entry(**settings, text="{response} {criteria}", form="rubric", criteria=["a", "b"], options=options)
+        assert set(judged(rubric, ["3", "4"], timeout_s=120).values) <= {0.0, 0.5, 1.0}
         refused = judged(given | {"options": {"structured_outputs": {"regex": "("}}}, ["3"], timeout_s=60)
         assert refused.values == [None] and refused.problems[0].startswith("gave no verdict: ")
         hide_values_of(["JUDGE"])
