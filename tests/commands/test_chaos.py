@@ -12,6 +12,7 @@ from safetensors.torch import save
 
 from infsample_rl.commands.chaos import differences, main, table_of
 from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Disturber, Hit, tear
+from infsample_rl.reward.keeper import ENVIRONMENT
 
 PACKAGE = Path(__file__).resolve().parents[2] / "infsample_rl"
 
@@ -82,6 +83,7 @@ def test_the_newest_checkpoint_is_torn_where_there_is_an_older_one(tmp_path):
 def test_every_phase_that_is_aimed_at_is_one_that_the_code_has():
     code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     named = set(re.findall(r'phase\("(\w+)"\)', code)) | set(re.findall(r'_be_called\(b"(\w+)"\)', code))
+    named.add(ENVIRONMENT.decode())
     assert {phase for _, phase in PHASES} <= named and {cell.phase for cell in CELLS} <= named
 
 
