@@ -29,15 +29,8 @@ class RunConfig:
     )
     checkpoint_every: int = setting(10, "steps between checkpoints; 0: only at the end", low=0)
     keep_checkpoints: int = setting(2, "checkpoints kept, the newest first", low=1)
-    eval_every: int = setting(
-        0,
-        "steps between evaluations; 0: only before the first and after the last step",
-        low=0,
-        read_if=lambda c: c.has_held_out,
-    )
-    eval_prompts: int = setting(
-        100, "held-out problems per evaluation; 0: no evaluation", low=0, read_if=lambda c: c.has_held_out
-    )
+    eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last step", low=0)
+    eval_prompts: int = setting(100, "held-out problems per evaluation; 0: no evaluation", low=0)
     eval_samples: int = setting(
         1, "samples per held-out problem (k of mean@k)", low=1, read_if=lambda c: c.has_evaluations
     )

@@ -176,14 +176,9 @@ class Config:
             )
 
     @property
-    def has_held_out(self) -> bool:
-        """Whether there are held-out problems."""
-        return any(part.held_out is not None for part in self.data.parts.values())
-
-    @property
     def has_evaluations(self) -> bool:
         """Whether held-out problems are evaluated at all."""
-        return self.run.eval_prompts > 0 and self.has_held_out
+        return self.run.eval_prompts > 0 and any(part.held_out is not None for part in self.data.parts.values())
 
     @property
     def shares_process(self) -> bool:

@@ -47,6 +47,9 @@ def setting_warnings(config: Config) -> list[str]:
             and rollout.micro_group_size is None
             and rollout.slots is not None
         ),
+        f"run.eval_every={config.run.eval_every} evaluates nothing: data.eval_source=FILE gives held-out problems": (
+            config.run.eval_every > 0 and config.run.eval_prompts > 0 and not config.has_evaluations
+        ),
         f"set, but nothing reads it here: {', '.join(unread)}": bool(unread),
         "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the "
         "range of float32": config.model.dtype == "float16",

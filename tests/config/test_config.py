@@ -482,7 +482,10 @@ def test_what_is_told_of_sampling_before_a_run():
         ),
         (["run.epochs=3", "run.steps=4"], "nothing reads it here: run.epochs"),
         (["run.eval_prompts=0", "run.eval_temperature=0"], "run.eval_temperature"),
-        (["data.eval_source=null", "run.eval_prompts=9"], "nothing reads it here: run.eval_every, run.eval_prompts"),
+        (
+            ["data.eval_source=null", "run.eval_prompts=9"],
+            "run.eval_every=10 evaluates nothing: data.eval_source=FILE gives",
+        ),
         (["learner.offload_optimizer=true"], "nothing reads it here: learner.offload_optimizer"),
         (
             ["cluster.reference_workers=2", "cluster.reference_gpus=1"],
