@@ -59,7 +59,8 @@ def sample_metrics(groups: StepGroups) -> Metrics:
     if groups.with_reference:
         metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
     by_source = {f"reward/mean/{source}": mean for source, mean in _means_by_source(groups).items()}
-    return metrics | _component_means(samples) | by_source | _episode_metrics(samples)
+    of_functions = {f"reward/{name}": mean for name, mean in _component_means(samples).items()}
+    return metrics | of_functions | by_source | _episode_metrics(samples)
 
 
 def _episode_metrics(samples: list[SampleRecord]) -> Metrics:
@@ -94,10 +95,7 @@ def _component_means(samples: list[SampleRecord]) -> Metrics:
         name: [value for sample in samples if (value := sample.components.get(name)) is not None] for name in names
     }
     # Divided first: functions may return numbers whose sum no float holds.
-    return {
-        f"reward/{name}": math.fsum(value / len(found) for value in found) if found else None
-        for name, found in values.items()
-    }
+    return {name: math.fsum(value / len(found) for value in found) if found else None for name, found in values.items()}
 
 
 def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
@@ -113,7 +111,9 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
         f"eval/mean@{samples}": accuracy,
         "eval/length_mean": statistics.fmean(sample.length for sample in everything),
         "eval/failed": len(everything) - len(rewards),
-    } | {f"eval/accuracy/{source}": mean for source, mean in _means_by_source(groups).items()}
+        **{f"eval/{name}": mean for name, mean in _component_means(everything).items()},
+        **{f"eval/accuracy/{source}": mean for source, mean in _means_by_source(groups).items()},
+    }
 
 
 def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:

@@ -67,6 +67,7 @@ METRICS = {
     "environment/observed_tokens": Metric("tokens", "tokens that environments gave: read, and not trained"),
     "eval/accuracy": Metric("reward", "mean over the samples of all held-out problems that have a reward"),
     "eval/accuracy/<source>": Metric("reward", "eval/accuracy of one source of several in data.sources"),
+    "eval/<function>": Metric("reward", "reward/<function> of held-out problems: what a judge cost there, as one"),
     "eval/pass@1": Metric("reward", "the same over the first sample of every problem"),
     "eval/mean@<k>": Metric("reward", "eval/accuracy under the number of samples a problem, run.eval_samples"),
     "eval/length_mean": Metric("tokens", "mean length"),

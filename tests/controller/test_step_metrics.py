@@ -62,6 +62,8 @@ def test_evaluation_leaves_failed_rewards_out_and_tells_sources_apart():
     assert metrics["eval/accuracy"] == metrics["eval/mean@2"] == pytest.approx(2 / 3) and metrics["eval/failed"] == 1
     assert metrics["eval/pass@1"] == 1.0 and metrics["eval/length_mean"] == 5
     assert not [name for name in metrics if name.count("/") > 1]
+    groups.groups[0].samples[0].components = {"judge": 1.0, "judge/cost": 0.002}
+    assert evaluation_metrics(groups, 2)["eval/judge/cost"] == 0.002
     for group, source in zip(groups.groups, ("kk", "sums"), strict=True):
         group.prompt = dataclasses.replace(group.prompt, source=source)
     found = evaluation_metrics(groups, 2) | sample_metrics(groups)
@@ -187,4 +189,4 @@ def test_forecasts_are_compared_with_the_lengths_that_came():
 
 def test_the_mean_of_a_component_whose_sum_no_float_holds():
     samples = [SimpleNamespace(components={"mine": 1.0, "mine/big": value}) for value in (1.5e308, 1.7e308)]
-    assert step_metrics._component_means(samples) == {"reward/mine": 1.0, "reward/mine/big": 1.6e308}
+    assert step_metrics._component_means(samples) == {"mine": 1.0, "mine/big": 1.6e308}
