@@ -140,7 +140,8 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
         at_a_time = min(queries, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
     if drafts and not on_gpu:  # else they lie beside the GPU
         tokens = config.samples_per_step * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
-        lines["drafted texts"] = min(MOST_BYTES, BYTES_PER_TOKEN * tokens * (config.run.steps or 1))
+        of_all_steps = BYTES_PER_TOKEN * tokens * config.run.steps if config.run.steps is not None else MOST_BYTES
+        lines["drafted texts"] = min(MOST_BYTES, of_all_steps)
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))
