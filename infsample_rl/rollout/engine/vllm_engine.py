@@ -5,6 +5,7 @@ vLLM is imported here, in the interpreter that has it, when an engine is built.
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,6 +82,7 @@ class VLLMEngine(RolloutEngine):
         self._weight_bytes = sum(each.nbytes for each in self._outline.parameters()) // rollout.tensor_parallel
         self._longest = config.data.max_prompt_tokens
         self._pages = self._num_pages(sharers, reserved_bytes)
+        self._met_at: str | None = None  # the file of its processes' store, whose name their shared memory has
         self._vllm = _new_vllm()
         # Where its processes meet, by sockets, which live on without their names; one has at most 107 characters.
         with tempfile.TemporaryDirectory(prefix="vllm_", dir="/tmp") as os.environ["VLLM_RPC_BASE_PATH"]:
@@ -119,6 +121,9 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """As RolloutEngine's: its processes end, and what they shared is gone."""
         self._llm.llm_engine.engine_core.shutdown()
+        if self._met_at is not None:  # a process of its that does not end within 4 s is killed, and leaves its memory
+            for left in Path("/dev/shm").glob(f"{glob.escape(Path(self._met_at).name)}-*"):
+                left.unlink(missing_ok=True)
 
     def _num_pages(self, sharers: int, reserved_bytes: int) -> int:
         """Blocks of the pool; each full response of the default budget has one more, for its prompt's last tokens."""
@@ -172,7 +177,7 @@ class VLLMEngine(RolloutEngine):
             drawing = (self.vocab_size, len(self.tokenizer), *truncation, rollout.bad_token_ids)
             llm.collective_rpc("draw_as_our_own", args=drawing)
             self._try(llm)
-            llm.collective_rpc("remove_store_file")
+            self._met_at = next(iter(llm.collective_rpc("remove_store_file")))
         except Exception as error:  # of any kind, from any layer of vLLM
             raise RuntimeError(
                 f"vLLM {self._vllm.__version__} cannot run model.path={config.model.path}: {last_words(error)}"

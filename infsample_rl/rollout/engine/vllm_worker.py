@@ -133,15 +133,16 @@ class WorkerExtension:
             give_pages_back(tensor)
         return_freed_memory()
 
-    def remove_store_file(self) -> None:
-        """Remove the file through which vLLM's processes have met, which each start would leave. A group that is made
-        later makes it again."""
+    def remove_store_file(self) -> str | None:
+        """Remove the file through which vLLM's processes have met, which each start would leave; its path. A group that
+        is made later makes it again."""
         store: Any = dist.distributed_c10d._get_default_store()
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         path = getattr(store, "path", None)  # of a FileStore
         if path is not None:
             Path(path).unlink(missing_ok=True)
+        return path
 
     def load_file(self, path: str) -> None:
         """Take the weights that a safetensors file holds."""
