@@ -36,16 +36,17 @@ FEW_STEPS = 8  # of which nothing is concluded
 class Record:
     """Drafted tokens that were reached, and those that were right."""
 
-    tries: float = 1.0
-    hits: float = 0.5
+    tries: float = 0.0
+    hits: float = 0.0
 
     def add(self, is_right: bool) -> None:
         """One more; what is older counts less."""
         self.tries, self.hits = MEMORY * self.tries + 1, MEMORY * self.hits + is_right
 
     def chance(self, skill: float) -> float:
-        """Of the next, in a row with so much skill (logits beside the mean of rows)."""
-        return 1 / (1 + (self.tries - self.hits) / self.hits * math.exp(-skill))
+        """Of the next, in a row with so much skill (logits beside the mean of rows), as if half of one more were right:
+        no record says never or always."""
+        return 1 / (1 + (self.tries - self.hits + 0.5) / (self.hits + 0.5) * math.exp(-skill))
 
 
 class Found(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine import speculation as speculation_module
-from infsample_rl.rollout.engine.speculation import Speculation, StepCost
+from infsample_rl.rollout.engine.speculation import Record, Speculation, StepCost
 from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.schedule import drafter as drafter_module
 from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
@@ -161,7 +161,16 @@ def test_what_was_found_is_judged_though_it_was_not_run(decode, monkeypatch):
     speculation = Speculation(cpu_kernels.load(), None)
     queries, _ = decode(speculation, lambda queries: 0.1, right=0.9, steps=200)
     assert set(queries) == {4}
-    assert max(record.hits / record.tries for record in speculation._by_match.values()) > 0.8
+    assert max(record.chance(0.0) for record in speculation._by_match.values()) > 0.8
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_no_record_says_never_or_always(is_right):
+    record = Record()
+    assert record.chance(0.0) == 0.5
+    for _ in range(100_000):
+        record.add(is_right)
+    assert 0.003 < record.chance(0.0) < 0.997 and abs(record.chance(0.0) - is_right) < 0.01
 
 
 def test_where_steps_could_be_launched_ahead_drafts_rest_when_none_are_found():
