@@ -19,6 +19,7 @@ from infsample_rl.model.weight_sync.link import WeightLink, join_link
 from infsample_rl.model.weight_sync.store import StoreAddress, open_store
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
+from infsample_rl.rollout.engine.draft_files import DraftFile
 from infsample_rl.rollout.engine.engines import open_engine
 from infsample_rl.rollout.environment.episodes import Environments, Episodes
 from infsample_rl.rollout.environment.turn_records import TurnRecords, fingerprint
@@ -58,6 +59,10 @@ class RolloutWorker:
         self._halted = -1  # streams up to this number are to end
         tokenizer = load_tokenizer(config.model)
         self.engine = open_engine(config, tokenizer, self.memory, model, reserved_bytes=reserved_bytes)
+        self._draft_file: DraftFile | None = None
+        if self.engine.drafter is not None and config.run.dir is not None:
+            vocab_size = self.engine.vocab_size
+            self._draft_file = DraftFile(Path(config.run.dir), worker_index, self.engine.drafter, vocab_size)
         self._environments = environments
         if environments is not None:
             kwargs, stops = config.data.chat_template_kwargs, self.engine.stop_token_ids
@@ -102,6 +107,8 @@ class RolloutWorker:
             with phase("decode"):
                 micro_group = next(micro_groups, None)
             if micro_group is None:
+                if self._draft_file is not None:
+                    self._draft_file.write()
                 return
             if micro_group:
                 yield self._header(micro_group, evaluation)

@@ -24,6 +24,7 @@ from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.length_prediction.messages import LengthReport
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
+from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.kv_budget import rows_in
 from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
@@ -66,6 +67,7 @@ class RolloutEngine(ABC):
     vocab_size: int
     context: int | None  # most tokens of a prompt and a response; None: no bound is known
     shared_block = 0  # as GroupSettings.shared_block
+    drafter: Drafter | None = None  # of an engine that drafts tokens
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class SamplingEngine(RolloutEngine):
             gpu_part=gpu_part,
         )
         self._speculation = speculation_of(rollout_config, self.runner)
+        self.drafter = None if self._speculation is None else self._speculation.drafter
 
     @property
     def is_exact(self) -> bool:

@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from infsample_rl.config.rollout import MOST_DRAFTS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # needs torch
 MOST_BYTES = 64 * 2**20  # of all texts; beyond it prompts are forgotten, the one used least recently first
 BYTES_PER_TOKEN = 64  # at most, when vectors have just grown: 42 to 53 were measured
 TRIM_EVERY = 256  # drafts
+Texts = tuple[bytes, Sequence[bytes]]  # int32 tokens of a prompt and of its samples
 
 
 class Drafter:
@@ -62,12 +63,22 @@ class Drafter:
         """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
         self._drafts_since, left = 0, MOST_BYTES
         for prompt in reversed(list(self._texts)):
-            if self._texts[prompt].bytes <= left:
-                left -= self._texts[prompt].bytes
+            if self._texts[prompt].num_bytes <= left:
+                left -= self._texts[prompt].num_bytes
                 continue
             forgotten = self._texts.pop(prompt)
             for group in [group for group, texts in self._of_group.items() if texts is forgotten]:
                 del self._of_group[group]
+
+    def ended(self) -> list[Texts]:
+        """What is kept of samples that have ended, each once; the prompt used last at the end."""
+        return [(prompt, list(texts.ended)) for prompt, texts in self._texts.items() if texts.ended]
+
+    def add(self, prompt: bytes, samples: Iterable[bytes]) -> None:
+        """Samples that were drawn before, as ended() gives them; those that are here already are left out."""
+        texts = self._texts.get(prompt) or self._new(prompt)
+        for tokens in samples:
+            texts.add(tokens)
 
     def knows(self, group: PromptGroup) -> bool:
         """Whether the group's texts are open."""
@@ -76,8 +87,12 @@ class Drafter:
     def open(self, group: PromptGroup, prompt_ids: Sequence[int]) -> _Texts:
         """The texts of a group whose prompt has these ids."""
         prompt = array("i", prompt_ids).tobytes()
-        texts = self._texts.pop(prompt, None) or _Texts(self._kernels, prompt_ids)
-        self._texts[prompt] = self._of_group[group] = texts
+        texts = self._of_group[group] = self._texts.get(prompt) or self._new(prompt)
+        self._texts.move_to_end(prompt)
+        return texts
+
+    def _new(self, prompt: bytes) -> _Texts:
+        texts = self._texts[prompt] = _Texts(self._kernels, array("i", prompt))
         return texts
 
 
@@ -95,16 +110,17 @@ def shared_out(wanted: Sequence[int], room: int) -> list[int]:
 class _Texts:
     """One prompt's samples."""
 
-    def __init__(self, kernels: Kernels, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
         self._kernels = kernels
-        prompt = array("i", prompt_ids)
         self._handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))
         self.known: dict[Sample, list[int]] = {}  # number of its text, tokens in it
+        self.ended: dict[bytes, None] = {}  # tokens of samples that have ended, in their order
+        self._bytes_of_ended = 0
         weakref.finalize(self, kernels.close_drafts, self._handle)
 
     @property
-    def bytes(self) -> int:
-        return self._kernels.bytes_of_drafts(self._handle)
+    def num_bytes(self) -> int:
+        return self._kernels.bytes_of_drafts(self._handle) + self._bytes_of_ended
 
     def draft(self, sample: Sample, most: int, tokens: ctypes.Array, matches: ctypes.Array) -> int:
         return self._kernels.draft(self._handle, self._extend(sample)[0], most, tokens, matches)
@@ -112,11 +128,25 @@ class _Texts:
     def end(self, sample: Sample) -> None:
         self._extend(sample)
         del self.known[sample]
+        self._keep(sample.tokens.tobytes())
+
+    def add(self, tokens: bytes) -> None:
+        """A sample that was drawn before."""
+        if tokens in self.ended:
+            return
+        text = array("i", tokens)
+        self._kernels.extend_text(self._handle, self._kernels.open_text(self._handle), text.buffer_info()[0], len(text))
+        self._keep(tokens)
 
     def forget(self, group: PromptGroup) -> None:
         """Its samples have ended, or will not go on; another group may have the same prompt."""
         for sample in [sample for sample in self.known if sample.group is group]:
             del self.known[sample]
+
+    def _keep(self, tokens: bytes) -> None:
+        if tokens not in self.ended:
+            self.ended[tokens] = None
+            self._bytes_of_ended += len(tokens)
 
     def _extend(self, sample: Sample) -> list[int]:
         known = self.known.get(sample)

@@ -220,7 +220,7 @@ def test_texts_stay_within_their_bytes(monkeypatch):
         drafter.end(sample)
         drafter.leave(group)
     drafter.close()
-    kept = [texts.bytes for texts in drafter._texts.values()]
+    kept = [texts.num_bytes for texts in drafter._texts.values()]
     assert 1 <= len(kept) < 8 and sum(kept) <= 200_000
 
 

@@ -1,0 +1,121 @@
+"""What drafts are found in outlives its worker: in the run folder, within its bytes, and without harm where it is
+damaged."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from infsample_rl.rollout.engine import draft_files
+from infsample_rl.rollout.engine.draft_files import DraftFile
+from infsample_rl.rollout.kernels import cpu_kernels
+from infsample_rl.rollout.schedule.drafter import Drafter
+from infsample_rl.rollout.worker import RolloutWorker
+from infsample_rl.types import RolloutWork
+
+WORK = [RolloutWork(prompt_index=0, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=list(range(6)))]
+
+
+@pytest.fixture
+def config(make_model, make_tokenizer, tmp_path):
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer(64, eos_token="w3").save_pretrained(tmp_path / "model")
+    return Config(
+        run=RunConfig(seed=4, dir=str(tmp_path / "run")),
+        model=ModelConfig(path=str(tmp_path / "model")),
+        data=DataConfig(source="problems.jsonl"),
+        rollout=RolloutConfig(group_size=6, slots=2, max_new_tokens=40, speculate="7"),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+    )
+
+
+def sampled(config, index):
+    """Tokens of every sample of a new worker's stream, and the running steps that they took."""
+    worker = RolloutWorker(config, index)
+    items = [item for item in worker.stream(WORK, step=1) if isinstance(item, list)]
+    tokens = {each.sample_index: each.token_ids.tolist() for group in items for each in group}
+    return tokens, worker.engine.stats.running_steps
+
+
+def test_a_worker_that_begins_anew_drafts_from_what_all_have_sampled(config, tmp_path):
+    first, steps = sampled(config, 0)
+    again, fewer = sampled(config, 1)
+    assert again == first and fewer < 0.5 * steps, "the very samples are known"
+    files = sorted((tmp_path / "run" / "drafts").iterdir())
+    assert [file.name for file in files] == ["worker_0.npz", "worker_1.npz"]
+    sampled(config, 0)
+    for file in files:
+        with np.load(file) as kept:
+            assert len(kept["lengths"]) == 1 + len({tuple(tokens) for tokens in first.values()}), "each sample once"
+            assert kept["tokens"][:3].tolist() == [5, 9, 7]
+
+
+def test_without_drafts_or_a_run_folder_nothing_is_written(config, tmp_path):
+    sampled(replace(config, rollout=replace(config.rollout, speculate="0")), 0)
+    sampled(replace(config, run=replace(config.run, dir=None)), 0)
+    assert not (tmp_path / "run").exists()
+
+
+def damage_cut(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def damage_bytes(path):
+    content = bytearray(path.read_bytes())
+    content[150] ^= 255
+    path.write_bytes(content)
+
+
+def damage_parts(path):
+    np.savez(path, tokens=np.zeros(4, np.int32), lengths=np.array([3]), counts=np.array([0]))
+
+
+def damage_tokens(path):
+    np.savez(path, tokens=np.array([64], np.int32), lengths=np.array([1]), counts=np.array([0]))
+
+
+def damage_code(path):
+    np.savez(path, tokens=np.array([print], object), lengths=np.array([1]), counts=np.array([0]))
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_bytes, damage_parts, damage_tokens, damage_code])
+def test_a_damaged_file_is_warned_of_and_written_anew(config, tmp_path, damage):
+    first, steps = sampled(config, 0)
+    damage(tmp_path / "run" / "drafts" / "worker_0.npz")
+    with pytest.warns(UserWarning, match=r"worker_0.npz is damaged, nothing is drafted from it: "):
+        again = sampled(config, 0)
+    assert again == (first, steps)
+    assert sampled(config, 0)[1] < 0.5 * steps
+
+
+def test_where_nothing_can_be_written_a_warning_says_so_once(config, tmp_path):
+    (tmp_path / "run").write_text("no folder")
+    worker = RolloutWorker(config, 0)
+    with pytest.warns(UserWarning, match="what drafts are found in is not kept") as said:
+        for _ in range(2):
+            list(worker.stream(WORK, step=1))
+    assert len(said) == 1
+
+
+def test_the_prompts_used_last_are_taken_from_all_files(tmp_path, monkeypatch):
+    for worker in range(3):
+        drafter = Drafter(cpu_kernels.load())
+        for prompt in range(4):
+            text = np.full(100, 10 * worker + prompt, np.int32).tobytes()
+            drafter.add(text[:40], [text])
+        own = DraftFile(tmp_path, worker, Drafter(cpu_kernels.load()), 64)
+        own._drafter = drafter  # without what the others have kept
+        own.write()
+    monkeypatch.setattr(draft_files, "MOST_BYTES", 64 * 110 * 5)
+    drafter = Drafter(cpu_kernels.load())
+    DraftFile(tmp_path, 0, drafter, 64)
+    assert [prompt[0] for prompt, _ in drafter.ended()] == [12, 2, 23, 13, 3]
