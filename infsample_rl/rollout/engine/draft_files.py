@@ -62,7 +62,7 @@ def _read(path: Path, vocab_size: int) -> Sequence[Texts]:
             raise ValueError("its parts do not fit together")
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"it has tokens outside the vocabulary of {vocab_size:,}")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         warnings.warn(f"{path} is damaged, nothing is drafted from it: {error}", stacklevel=3)
         return []
     parts = [part.tobytes() for part in np.split(tokens, np.cumsum(lengths)[:-1])]

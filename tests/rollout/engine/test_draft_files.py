@@ -75,6 +75,13 @@ def damage_bytes(path):
     path.write_bytes(content)
 
 
+def damage_flags(path):  # as if it were encrypted
+    content = bytearray(path.read_bytes())
+    for start, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        content[content.find(start) + offset] |= 1
+    path.write_bytes(content)
+
+
 def damage_parts(path):
     np.savez(path, tokens=np.zeros(4, np.int32), lengths=np.array([3]), counts=np.array([0]))
 
@@ -87,7 +94,7 @@ def damage_code(path):
     np.savez(path, tokens=np.array([print], object), lengths=np.array([1]), counts=np.array([0]))
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_bytes, damage_parts, damage_tokens, damage_code])
+@pytest.mark.parametrize("damage", [damage_cut, damage_bytes, damage_flags, damage_parts, damage_tokens, damage_code])
 def test_a_damaged_file_is_warned_of_and_written_anew(config, tmp_path, damage):
     first, steps = sampled(config, 0)
     damage(tmp_path / "run" / "drafts" / "worker_0.npz")
