@@ -32,7 +32,7 @@ from infsample_rl.learner.cpu_adam import cpu_adam
 from infsample_rl.learner.deepspeed_config import engine_config
 from infsample_rl.learner.optimizer import build_optimizer, set_lr
 from infsample_rl.model.logprobs import PackedPolicy
-from infsample_rl.model.weight_slices import WeightSlices, materialize
+from infsample_rl.model.weight_slices import WeightSlices, materialize, move_buffers
 
 OLDEST = "0.19.8"  # older ones ignore managed_gradient_accumulation=false
 MOMENTS = KINDS[1:]
@@ -103,6 +103,7 @@ class DeepSpeedBackend(Backend):
                 slices.read(name, self.names[name])
             deepspeed.zero.Init(module=unit, config_dict_or_path=config, mem_efficient_linear=False, dtype=dtype)
             read.update(names)
+        move_buffers(policy, device)  # DeepSpeed leaves those of what zero.Init has partitioned
         self.masters = {name: each for name, each in self.names.items() if each.requires_grad}
         return read
 

@@ -31,7 +31,7 @@ from infsample_rl.model.lora import adapters_off
 from infsample_rl.model.packing import PackedRow, ReferenceScores, pack_row
 from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.tokenizer import load_tokenizer
-from infsample_rl.model.weight_slices import materialize
+from infsample_rl.model.weight_slices import materialize, move_buffers
 from infsample_rl.model.weight_sync.store import SignedStore
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import Completion, MaybeNone, Prompt, ReferenceReport, ReferenceResult, ReferenceTokens
@@ -183,9 +183,7 @@ def load_frozen_policy(
 
 def keep_in_host_memory(policy: PackedPolicy, device: torch.device) -> None:
     """Bring a frozen policy's weights to `device` for the time of a forward only, its layers one at a time."""
-    for module in policy.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
+    move_buffers(policy, device)
     seen: set[nn.Parameter] = set()
     for unit in (*policy.decoder_layers(), policy):
         own = [parameter for parameter in unit.parameters() if parameter not in seen]

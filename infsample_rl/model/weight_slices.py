@@ -249,3 +249,10 @@ def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
         for name in others:
             holder, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(holder), attribute, module.get_parameter(first))
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """A module's buffers on `device`, its parameters where they are."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, buffer.to(device))

@@ -7,6 +7,7 @@ import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from transformers import T5Config
 
 import infsample_rl
 from infsample_rl.config import LearnerConfig, ModelConfig
+from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
 from infsample_rl.learner.policy_loading import load_policy
 from infsample_rl.model.loading import load_model
+from infsample_rl.model.logprobs import packed_policy
 from infsample_rl.model.weight_slices import NotSliceable, check_weights, load_outline, materialize
 from tests.learner_ranks import Scenario, run_ranks
 
@@ -97,6 +100,20 @@ def test_an_outline_made_real_is_the_whole_model_buffers_and_ties_too(tied_polic
     assert all(torch.equal(found, value) for found, value in zip(lm.buffers(), whole.buffers(), strict=True))
     assert lm.generation_config.to_dict() == whole.generation_config.to_dict()
     assert not lm.training
+
+
+@pytest.mark.skipif("zero 3" not in SHARDED, reason="needs deepspeed")
+def test_the_buffers_of_a_partitioned_outline_are_on_the_device_of_its_parameters(tools, untied_policy, monkeypatch):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed.zero, "Init", lambda **_: None)
+    config, device = tools.make_config(untied_policy, learner=LEARNER), torch.device("meta")  # for one that is no CPU
+    lm, slices = load_outline(config.model, dtype=torch.float32)
+    policy = packed_policy(config, lm, 60)
+    backend = SimpleNamespace(names=dict(lm.named_parameters()))
+    assert {buffer.device.type for buffer in policy.buffers()} == {"cpu"} and policy.masked is not None
+    DeepSpeedBackend._partition(backend, policy, slices, {}, device=device, dtype=torch.float32)
+    assert {buffer.device.type for buffer in policy.buffers()} == {"meta"}
 
 
 def copied(path, folder, change):
