@@ -143,12 +143,12 @@ class LearnerWorker(RowTrainer):
         denominator = loss_denominator(self.objective, totals)
         # of all ranks: this one may have had no row
         factor = 0.0 if empty else (sums.denominator or denominator) / denominator
-        factor /= self._loss_scale
         norm = 0.0
         if empty or sums.num_nonfinite_rows > 0:
             self.backend.discard()
         else:
-            norm = self.backend.update(factor=factor, max_norm=learner.max_grad_norm, lr=lr)
+            unscaled = factor / self._loss_scale  # gradients alone are of scaled losses
+            norm = self.backend.update(factor=unscaled, max_norm=learner.max_grad_norm, lr=lr)
         if not math.isfinite(norm) and learner.on_nonfinite == "stop":
             raise RuntimeError(
                 f"update {update}: gradient norm is {norm}; learner.on_nonfinite=skip would skip the update"

@@ -133,11 +133,10 @@ def by_prompt(samples):
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_index)]
 
 
-def test_in_float16_the_gradient_of_a_large_update_does_not_underflow_on_two_ranks(two_ranks):
+@pytest.mark.parametrize("name", ["learner/grad_norm", "learner/loss"])
+def test_in_float16_a_large_update_has_the_gradient_and_the_loss_of_float32_on_two_ranks(two_ranks, name):
     for rank in two_ranks[0]:
-        assert rank["float16"][-1]["learner/grad_norm"] == pytest.approx(
-            rank["float32"][-1]["learner/grad_norm"], rel=0.02
-        )
+        assert rank["float16"][-1][name] == pytest.approx(rank["float32"][-1][name], rel=0.02)
 
 
 @pytest.mark.parametrize("deal", DEALS)
