@@ -18,10 +18,10 @@ gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of
 cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens: no token loses its gradient
          (MiniMax-M1, arXiv 2506.13585). One-sided, as in TRL, whose epsilon_high is 1 + clip_high; no clip_low.
 
-With objective.distill_coef a token's advantage is reward_coef A + distill_coef (ref_logprob_t - old_logprob_t). On
-policy the second term's gradient is, in the mean, that of the exact KL(policy || teacher) at t (GKD, arXiv 2306.13649,
-with the reverse KL). With objective.distill_top_k the term is instead distill_coef D_t in the loss, D_t the KL of
-`likely_kl` at t, which needs no sampling.
+A is reward_coef times the advantage that is given; with objective.distill_coef a token has distill_coef (ref_logprob_t
+- old_logprob_t) beside it. On policy the second term's gradient is, in the mean, that of the exact KL(policy ||
+teacher) at t (GKD, arXiv 2306.13649, with the reverse KL). With objective.distill_top_k the term is instead
+distill_coef D_t in the loss, D_t the KL of `likely_kl` at t, which needs no sampling.
 
 KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for 80
 where the clip bounds the token anyway. docs/objectives.md has a table of where TRL and verl differ from each other.
@@ -93,10 +93,10 @@ def policy_loss(
     if denominator <= 0 or totals.num_tokens <= 0:
         raise ValueError(f"the loss needs totals above zero, got {totals}")
     _, inverse, lengths = torch.unique(sequence_ids, return_inverse=True, return_counts=True)
+    advantages = objective.reward_coef * advantages
     if objective.distills:
         if ref_logprobs is None:
             raise ValueError(f"objective.distill_coef={objective.distill_coef} needs ref_logprobs, got None")
-        advantages = objective.reward_coef * advantages
         if objective.teacher_top_k == 0:
             advantages = advantages + objective.distill_coef * (ref_logprobs - old_logprobs.detach())
     log_ratio = logprobs - old_logprobs

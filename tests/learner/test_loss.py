@@ -35,9 +35,10 @@ def loss_of(loss="grpo", new=NEW, totals=TOTALS, **settings):
         ("cispo", -(1.2 * (-1 + math.log(1.5)) + 0.5 * (-2 + math.log(0.5)) - 2 * 0.5 * (-3 + math.log(0.5))) / 3),
     ],
 )
-def test_losses_written_out(loss, expected):
-    value, metrics = loss_of(loss)
-    assert value.item() == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("reward_coef", [1.0, 0.5])
+def test_losses_written_out(loss, expected, reward_coef):
+    value, metrics = loss_of(loss, reward_coef=reward_coef)
+    assert value.item() == pytest.approx(reward_coef * expected, rel=1e-12)
     assert metrics["clip_fraction"] == pytest.approx({"gspo": 1 / 3, "cispo": 1 / 3}.get(loss, 2 / 3))
 
 
