@@ -126,8 +126,8 @@ class LearnerWorker(RowTrainer):
         ranks.
 
         loss has the real denominator, the other means are over the tokens seen. An update without any valid sample is
-        skipped, and so is a non-finite one under learner.on_nonfinite=skip; both count in learner/skipped_updates.
-        `is_last`: of the step; what was kept of its rows is dropped.
+        skipped and has no loss, and a non-finite one is under learner.on_nonfinite=skip; both count in
+        learner/skipped_updates. `is_last`: of the step; what was kept of its rows is dropped.
         """
         learner, update = self.config.learner, self.num_updates + 1
         # Without a row, since all groups had equal rewards, DeepSpeed would step with what its last backward pass left.
@@ -161,7 +161,7 @@ class LearnerWorker(RowTrainer):
         if self.reference is not None:
             self.reference.end_update(is_last=is_last)
         return {
-            "learner/loss": sums.loss * factor,
+            "learner/loss": None if empty else sums.loss * factor,
             "learner/grad_norm": 0.0 if skipped else norm,
             "learner/lr": lr,
             "learner/skipped_updates": float(skipped),
