@@ -115,10 +115,10 @@ def save_training_state(
     torch.save(torch.get_rng_state(), state_folder / f"random_state_{rank}.pt")
 
 
-def write_progress(folder: Path, *, num_updates: int, optimizer_steps: int) -> None:
+def write_progress(folder: Path, *, num_steps: int, num_updates: int, optimizer_steps: int) -> None:
     """After the files of all ranks: a save that was cut short has no progress.json, and is not taken for a whole
     one."""
-    counts = {"num_updates": num_updates, "optimizer_steps": optimizer_steps}
+    counts = {"num_steps": num_steps, "num_updates": num_updates, "optimizer_steps": optimizer_steps}
     write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(counts) + "\n")
 
 
@@ -172,6 +172,7 @@ class SavedState:
             raise ValueError(f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: it was not saved to its end")
         progress = json.loads((self.folder / "progress.json").read_text())
         self.num_updates, self.optimizer_steps = int(progress["num_updates"]), int(progress["optimizer_steps"])
+        self.num_steps: int | None = progress.get("num_steps")  # None in checkpoints of older versions
         self._files: dict[str, Path] = {}  # parameter/kind -> file
         for path in self.folder.glob("rank_*.safetensors"):
             with safe_open(path, "pt") as file:

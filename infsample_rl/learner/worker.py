@@ -46,11 +46,11 @@ class LearnerWorker(RowTrainer):
     """Trains the policy; every public method but __init__ and host_store is a collective of all ranks."""
 
     def __init__(self, config: Config, rank: int, world_size: int, total_steps: int) -> None:
-        """`total_steps`: of the run; an update more or less than one a step changes the learning rate's schedule with
-        it."""
+        """`total_steps`: of the run, over whose updates the learning rate's schedule goes."""
         super().__init__(config)
         self.rank, self.world_size = rank, world_size
         self.total_updates = total_steps * config.objective.updates_per_step
+        self.num_steps = 0  # done
         self._store: SignedStore | None = None  # where the ranks meet, rank 0's
         self._writers: dist.ProcessGroup | None = None  # the ranks, as they say to each other what they could write
 
@@ -105,10 +105,7 @@ class LearnerWorker(RowTrainer):
                 self.config, self.backend, self.adapted, device=self.device, world_size=self.world_size
             )
         if checkpoint is not None:
-            saved = SavedState(Path(checkpoint))
-            self.backend.load_training_states(saved)
-            saved.restore_random_state(self.rank)
-            self.num_updates = saved.num_updates
+            self._go_on_from(SavedState(Path(checkpoint)))
         self.memory.reset()  # pages of the files that were read, which the system takes back when it wants to
         return {
             "backend": type(self.backend).__name__,
@@ -119,6 +116,15 @@ class LearnerWorker(RowTrainer):
             "threads": torch.get_num_threads(),
             "updates": self.num_updates,
         }
+
+    def _go_on_from(self, saved: SavedState) -> None:
+        """The steps that are left extend the schedule: those before may have had another number of updates each."""
+        self.backend.load_training_states(saved)
+        saved.restore_random_state(self.rank)
+        per_step = self.objective.updates_per_step
+        self.num_updates = saved.num_updates
+        self.num_steps = self.num_updates // per_step if saved.num_steps is None else saved.num_steps
+        self.total_updates += self.num_updates - self.num_steps * per_step
 
     @phase("optimizer")
     def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float | None]:
@@ -155,6 +161,7 @@ class LearnerWorker(RowTrainer):
             )
         skipped = empty or sums.num_nonfinite_rows > 0 or not math.isfinite(norm)
         self.num_updates += 1
+        self.num_steps += is_last
         self.provisional, self.sums = None, UpdateSums()
         if is_last:
             self.old_logprobs.clear()
@@ -204,7 +211,8 @@ class LearnerWorker(RowTrainer):
         together(lambda given: write(given, self.tokenizer, rank=rank), tensors)
         states = partial(save_training_state, path, self.backend.training_shapes())
         together(lambda given: states(given, rank=rank, world_size=self.world_size), self.backend.training_states())
-        counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps}
+        counts = {"num_steps": self.num_steps, "num_updates": self.num_updates}
+        counts["optimizer_steps"] = self.backend.optimizer_steps
         together(lambda _: write_progress(path, **counts) if rank == 0 else None, ())
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
     ]
     one_by_one = [(f"{name}/{kind}", value) for name, state in states for kind, value in state.items()]
     save_training_state(tmp_path, shapes_of(one_by_one), iter(one_by_one), rank=0, world_size=1)
-    write_progress(tmp_path, num_updates=4, optimizer_steps=3)
+    write_progress(tmp_path, num_steps=4, num_updates=4, optimizer_steps=3)
     sizes = {path.name: len(load_file(path)) for path in (tmp_path / "training_state").glob("*.safetensors")}
     # 1,200 bytes a parameter
     assert sizes == {f"rank_0_{number}.safetensors": 3 for number in range(5)}

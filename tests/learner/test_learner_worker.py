@@ -13,6 +13,7 @@ from infsample_rl.types import LossTotals
 from tests.tiny_models import reference_tokens
 
 LEARNER = LearnerConfig(lr=1e-3, warmup_steps=2, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
+NOTHING = LossTotals(num_sequences=0, num_tokens=0, length_normalizer=16)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +108,9 @@ def test_a_nonfinite_loss_stops_or_skips(tools, untied_policy, samples, kind):
 
 
 def test_an_update_without_rows_moves_by_momentum_and_one_without_samples_is_skipped(tools, untied_policy, samples):
-    totals, empty = tools.totals_of(samples), LossTotals(num_sequences=0, num_tokens=0, length_normalizer=16)
+    totals = tools.totals_of(samples)
     calls = [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())]
-    calls += [("step", (empty,)), ("parameters", ()), ("step", (totals,)), ("parameters", ())]
+    calls += [("step", (NOTHING,)), ("parameters", ()), ("step", (totals,)), ("parameters", ())]
     _, _, first, skipped, second, no_rows, third = tools.run_here(
         tools.make_config(untied_policy, learner=LEARNER), calls
     )
@@ -162,6 +163,22 @@ def test_a_resumed_run_goes_on_bit_for_bit(tools, untied_policy, tmp_path):
     assert whole[-2]["learner/lr"] == pytest.approx(1e-3)  # the third of ten updates, after two of warm-up
     for name, value in whole[-1].items():
         assert torch.equal(value, resumed[-1][name]), name
+
+
+@pytest.mark.parametrize(("epochs", "is_old"), [(1, False), (2, False), (2, True), (3, False)])
+def test_the_schedule_of_a_resumed_run_ends_with_its_last_step(tools, untied_policy, tmp_path, epochs, is_old):
+    folder, learner = tmp_path / "checkpoint", replace(LEARNER, lr_schedule="linear")
+
+    def steps(epochs, calls, checkpoint=None):
+        config = tools.make_config(untied_policy, learner=learner, objective=ObjectiveConfig(epochs=epochs))
+        return tools.run_here(config, calls, checkpoint=checkpoint)
+
+    steps(2, [("step", {"totals": NOTHING, "is_last": False}), ("step", (NOTHING,)), ("save", (str(folder),))])
+    if is_old:  # of a version that did not count steps
+        (folder / "training_state" / "progress.json").write_text('{"num_updates": 2, "optimizer_steps": 0}')
+    found = steps(epochs, [("step", (NOTHING,))] * 2, str(folder))
+    left = 9 * epochs  # updates, after two of warm-up
+    assert [step["learner/lr"] for step in found] == pytest.approx([1e-3, 1e-3 * (1 - 1 / left)], rel=1e-12)
 
 
 def test_a_checkpoint_holds_a_whole_hugging_face_folder(tools, untied_policy, tmp_path):
