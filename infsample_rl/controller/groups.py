@@ -67,11 +67,7 @@ class Group:
     referenced: int = 0
     last_sample_at: float = 0.0  # time.time() when its last sample ended
     first_reward_at: float = math.inf  # time.time() when its first micro-group was taken up by the reward worker
-
-    @property
-    def has_signal(self) -> bool:
-        """Whether some sample has an advantage: not when all rewards are equal."""
-        return any(any(sample.advantages) for sample in self.samples)
+    has_signal: bool = False  # once it is complete: whether its rewards differ, before they are shaped
 
     def trained_samples(self) -> list[SampleRecord]:
         """Samples with a reward, or all where rewards train nothing: the others are outside mean, std and every
@@ -119,15 +115,8 @@ class StepGroups:
         return {group.prompt.place: [sample.length for sample in group.samples] for group in self.groups}
 
     def trains(self, group: Group) -> bool:
-        """Whether a complete group is trained: each, or with objective.dynamic_sampling those whose rewards are not all
-        equal.
-
-        Rewards before they are shaped: a punished length or a KL alone is no signal (DAPO filters on accuracy).
-        """
-        return (
-            not self._config.objective.dynamic_sampling
-            or len({sample.reward for sample in group.trained_samples()}) > 1
-        )
+        """Whether a complete group is trained: each, or with objective.dynamic_sampling those that have a signal."""
+        return group.has_signal or not self._config.objective.dynamic_sampling
 
     def trained(self) -> list[Group]:
         """Complete groups that are trained."""
@@ -205,6 +194,14 @@ class StepGroups:
         """Whether every group has been handed out."""
         return len(self._handed_out) == len(self.groups)
 
+    def reward_kl(self) -> float | None:
+        """Mean of log(policy / reference) over the tokens sampled, where it is in the reward and the loss has none."""
+        objective = self._config.objective
+        if not objective.kl_in_reward or objective.reference_in_loss:
+            return None
+        samples = [sample for group in self.groups for sample in group.samples]
+        return math.fsum(sample.kl_sum for sample in samples) / sum(each.length - each.observed for each in samples)
+
     def _note_if_complete(self, group: Group) -> None:
         """Called with what a group got, of which one thing is the last: no other group is looked at, there may be
         thousands."""
@@ -213,16 +210,23 @@ class StepGroups:
             heapq.heappush(self._ready, group.prompt.prompt_index)
 
     def _set_advantages(self, group: Group) -> None:
-        """Group-wide advantages, of rewards as the objective shapes them."""
-        objective, samples = self._config.objective, group.samples
-        rewards = [self._shaped_reward(sample) for sample in samples]
+        """Group-wide advantages, of rewards as the objective shapes them.
+
+        A signal is what there is without that: a punished length or a KL alone is none (DAPO filters on accuracy).
+        """
+        samples = group.samples
+        group.has_signal = any(map(any, self._advantages(samples, [sample.reward for sample in samples])))
+        shaped = [self._shaped_reward(sample) for sample in samples]
+        for sample, own in zip(samples, self._advantages(samples, shaped), strict=True):
+            sample.advantages = own
+
+    def _advantages(self, samples: list[SampleRecord], rewards: list[float | None]) -> list[tuple[float, ...]]:
+        """Of each sample's turns, or one of all its tokens."""
+        objective = self._config.objective
         if objective.turn_credit == "turn":
             of_turns = [self._turn_rewards(sample) for sample in samples]
-            advantages = turn_advantages(rewards, of_turns, objective.advantage)
-        else:
-            advantages = [(own,) for own in group_advantages(rewards, objective.advantage)]
-        for sample, own in zip(samples, advantages, strict=True):
-            sample.advantages = own
+            return turn_advantages(rewards, of_turns, objective.advantage)
+        return [(own,) for own in group_advantages(rewards, objective.advantage)]
 
     def _turn_rewards(self, sample: SampleRecord) -> list[float]:
         """What each turn added to the reward; one of nothing where its environment failed at the first."""
@@ -249,7 +253,8 @@ def trainable_specs(group: Group, config: Config) -> list[SampleSpec]:
     """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, KL, teacher or
     entropy in the loss)."""
     samples, objective = group.trained_samples(), config.objective
-    if not objective.reference_in_loss and objective.entropy_coef == 0 and not group.has_signal:
+    has_advantage = any(any(sample.advantages) for sample in samples)
+    if not objective.reference_in_loss and objective.entropy_coef == 0 and not has_advantage:
         return []
     return [
         SampleSpec(

@@ -35,6 +35,8 @@ def step_metrics(groups: StepGroups, rounds: list[RoundEnds], update: UpdateRepo
     """All that a step's groups, rounds of sampling and updates say; call it when the step is done. `started`:
     time.time()."""
     metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics)
+    if (kl := groups.reward_kl()) is not None:
+        metrics["learner/kl"] = kl
     return metrics | rollout_metrics(rounds) | timing_metrics(groups, update, started=started)
 
 

@@ -40,7 +40,7 @@ METRICS = {
         "samples", "samples without a reward: the function failed, returned none, or ran longer than reward.timeout_s"
     ),
     "reward/groups_with_signal": Metric(
-        "share", "groups in which samples have an advantage; in the others all rewards are equal: nothing to learn"
+        "share", "groups whose rewards differ before they are shaped; in the others there is nothing to learn"
     ),
     "reward/mean/<source>": Metric(
         "reward", "reward/mean of one source of several in data.sources, where a step has it"
@@ -82,7 +82,7 @@ METRICS = {
         "updates", "updates without a usable sample, or whose gradient was not finite (learner.on_nonfinite=skip)"
     ),
     "learner/kl": Metric(
-        "nats", "the KL estimate of objective.kl to the reference, or log(policy / teacher); 0 without either"
+        "nats", "the KL to the reference by objective.kl, else log(policy / reference); 0 without a reference"
     ),
     "learner/entropy": Metric("nats", "entropy of the policy's distribution at a token"),
     "learner/clip_fraction": Metric("share", "tokens whose gradient the clip removed; 0 with one update a step"),

@@ -130,15 +130,17 @@ def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_a_teacher_or_
         assert len(trainable_specs(groups.take_complete()[0], settings)) == sent
 
 
-def test_a_kl_in_the_reward_is_subtracted_before_the_advantages():
+def test_a_kl_in_the_reward_is_subtracted_before_the_advantages_and_is_no_signal_alone():
     settings = config(advantage="mean_only", kl_reward_coef=0.5)
     groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=True)
     groups.add_micro_group(0, header(0, [0, 1]))
     groups.add_rewards(0, rewards(1.0, 1.0))
     assert groups.take_complete() == []
     groups.add_reference(0, ReferenceReport([2.0, 0.0], 3_000))
-    assert [sample.advantage for sample in groups.take_complete()[0].samples] == [-0.5, 0.5]
-    assert sample_metrics(groups)["memory/reference_peak_bytes"] == 3_000
+    (group,) = groups.take_complete()
+    assert [spec.advantages for spec in trainable_specs(group, settings)] == [(-0.5,), (0.5,)]
+    metrics = sample_metrics(groups)
+    assert (metrics["reward/groups_with_signal"], metrics["memory/reference_peak_bytes"]) == (0.0, 3_000)
 
 
 def test_more_samples_than_the_group_has_is_an_error():

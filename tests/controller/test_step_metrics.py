@@ -27,10 +27,10 @@ from infsample_rl.types import Forecast, MicroGroupHeader, Prompt, RewardResult,
 UPDATES = [(0.1, 1.0, 0.0), (0.9, 0.0, 1.0), (0.2, 3.0, 0.0)]
 
 
-def book() -> StepGroups:
+def book(*settings: str) -> StepGroups:
     """Two prompts of two samples; lengths 2, 4, 6, 8; rewards 1, 0, none, 1."""
     prompts = [Prompt(prompt_index=i, row=i, messages=[], text="", token_ids=np.zeros(3, np.int32)) for i in range(2)]
-    groups = StepGroups(prompts, load_config([]), group_size=2, step=0, with_reference=False)
+    groups = StepGroups(prompts, load_config([*settings]), group_size=2, step=0, with_reference=False)
     for key, (lengths, rewards) in enumerate((([2, 4], [1.0, 0.0]), ([6, 8], [None, 1.0]))):
         reasons = ["stop" if length < 8 else "length" for length in lengths]
         header = MicroGroupHeader(
@@ -54,6 +54,20 @@ def test_sample_metrics_leave_failed_rewards_out_of_the_mean():
     assert metrics["reward/mean"] == pytest.approx(2 / 3) and metrics["reward/failed"] == 1
     assert (metrics["response/length_mean"], metrics["response/length_max"], metrics["response/tokens"]) == (5, 8, 20)
     assert metrics["response/cut"] == 0.25 and metrics["reward/groups_with_signal"] == 0.5
+
+
+BOTH = "rloo objective.kl=k3 objective.kl_coef=0.1"  # a KL in the loss too
+
+
+@pytest.mark.parametrize(("objective", "kl"), [("rloo", 0.25), ("no_kl", 0.5), (BOTH, 0.5)])
+def test_a_kl_in_the_reward_alone_is_that_of_the_samples(objective, kl):
+    groups = book(*f"objective={objective}".split())
+    groups.started_at = 5.0
+    for sample in (sample for group in groups.groups for sample in group.samples):
+        sample.kl_sum = 1.25  # of 5 tokens, in the mean
+    learner = {"learner/kl": 0.5, "learner/skipped_updates": 0.0, "learner/lr": 0.1}
+    update = UpdateReport([learner], [], groups, backward_done=12.0, ended=12.5)
+    assert step_metrics.step_metrics(groups, [], update, started=5.0)["learner/kl"] == kl
 
 
 def test_evaluation_leaves_failed_rewards_out_and_tells_sources_apart():
