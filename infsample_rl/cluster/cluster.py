@@ -25,9 +25,9 @@ from infsample_rl.cluster.worker_secrets import worker_secrets
 from infsample_rl.cluster.workers import Handle, Restarts, StepLost, WorkerLost, Workers
 from infsample_rl.config import Config
 from infsample_rl.learner.policy_loading import WHOLE
-from infsample_rl.model.loading import build_outline, load_model_config
 from infsample_rl.model.weight_sync.transport import check_object_store, choose_transport
 from infsample_rl.observe.phases import phase
+from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import LossTotals
 
@@ -92,12 +92,11 @@ class Cluster:
 
     def _check_object_store(self) -> None:
         """ValueError when weights that travel through the object store do not fit in it."""
-        if choose_transport(self._config) == "object_store":
-            model = self._config.model
-            lm = build_outline(
-                load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
-            )
-            num_bytes = sum(parameter.nbytes for parameter in lm.parameters())
+        config = self._config
+        if choose_transport(config) == "object_store":
+            model = ModelOutline.of(config, valid_vocab=0)  # which nothing here asks for
+            sizes = model.adapter_sizes(config) if config.learner.sends_adapters else model.sizes
+            num_bytes = getattr(torch, config.model.dtype).itemsize * sum(sizes)
             check_object_store(num_bytes, self._session.object_store_bytes())
 
     def check_nodes(self) -> None:

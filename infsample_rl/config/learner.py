@@ -273,3 +273,8 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_bounds("learner", self)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether an engine in another process is sent adapters alone."""
+        return self.lora_rank > 0 and self.lora_publish == "adapters"

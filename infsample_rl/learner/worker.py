@@ -184,7 +184,7 @@ class LearnerWorker(RowTrainer):
     def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine in another process is sent: published_parameters(), or with learner.lora_publish=adapters the
         adapters."""
-        if self.adapted is not None and self.config.learner.lora_publish == "adapters":
+        if self.config.learner.sends_adapters:
             return adapter_parameters(self._trained_parameters())
         return self.published_parameters()
 

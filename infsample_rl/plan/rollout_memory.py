@@ -237,7 +237,7 @@ def _prefill(config: Config, model: ModelOutline) -> int:
 def _adapters(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     """With learner.lora_publish=adapters: what is received, and the base weights of the adapted layers, which lie in
     host memory."""
-    if config.learner.lora_rank == 0 or config.learner.lora_publish != "adapters" or config.cluster.colocate:
+    if not config.learner.sends_adapters or config.cluster.colocate:
         return {}, {}
     size = _item(config)
     received, base = size * sum(model.adapter_sizes(config)), size * model.adapted_parameters(config)

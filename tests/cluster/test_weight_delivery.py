@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +132,13 @@ def test_engines_that_take_turns_rest_before_new_learner_ranks_load():
     config = load_config(["rollout.engine=vllm", "cluster.colocate=true"])
     Cluster.return_to(SimpleNamespace(_config=config, **parts), None, "a rank died")
     assert said == ["abandon", "release", "learner", "start"]
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapters"])
+def test_an_object_store_has_to_hold_what_travels_alone(tiny_qwen3, publish):
+    adapters = ["learner.lora_rank=1", "learner.lora_targets=[q_proj]", f"learner.lora_publish={publish}"]
+    config = load_config([f"model.path={tiny_qwen3}", "cluster.weight_sync=object_store", *adapters])
+    room = SimpleNamespace(object_store_bytes=lambda: 2**26 + 2**12)  # beside what is kept for samples
+    refused = pytest.raises(ValueError, match="object store must have") if publish == "merged" else nullcontext()
+    with refused:
+        Cluster._check_object_store(SimpleNamespace(_config=config, _session=room))

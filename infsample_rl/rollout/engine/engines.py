@@ -32,8 +32,7 @@ def open_engine(
     if model is None:
         model = load_model(config.model, torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu"))
         memory.reset()  # pages of the file that was read, which the system takes back when it wants to
-    learner = config.learner
-    merges = learner.lora_rank > 0 and learner.lora_publish == "adapters" and not config.shares_process
+    merges = config.learner.sends_adapters and not config.shares_process
     return SamplingEngine(
         model,
         tokenizer,
@@ -46,5 +45,5 @@ def open_engine(
         gpu_part=config.cluster.rollout_gpus or 1.0,
         exact=config.is_deterministic,
         # Before the engine is built: the model holds the base weights, which adapters are merged into.
-        adapters=ReceivedAdapters(model, learner) if merges else None,
+        adapters=ReceivedAdapters(model, config.learner) if merges else None,
     )
