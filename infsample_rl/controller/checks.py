@@ -98,6 +98,8 @@ def _prepare(config: Config, inputs: Inputs, run_dir: Path, lock: TextIO | None)
     check_full_attention(architecture)
     left_out = check_weights(config.model)
     check_teacher(config, tokenizer)
+    if config.objective.needs_reference and config.reference.path is not None:
+        load_model_config(dataclasses.replace(config.model, path=config.reference.path), "reference.path")
     trained = check_lora(config, architecture, checkpoint)
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)

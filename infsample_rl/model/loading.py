@@ -22,8 +22,9 @@ from infsample_rl.config import ModelConfig
 from infsample_rl.model.hub import cached_only, not_found
 
 
-def load_model_config(model: ModelConfig) -> PretrainedConfig:
-    """The architecture, without weights; ValueError in one line when it cannot be had."""
+def load_model_config(model: ModelConfig, setting: str = "model.path") -> PretrainedConfig:
+    """The architecture, without weights; ValueError in one line, which names the `setting` of its path, when it cannot
+    be had or its weights are quantised."""
     try:
         config = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(model.path)
@@ -31,11 +32,21 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         if (Path(model.path) / "adapter_config.json").is_file():
             raise ValueError(
-                f"model.path={model.path} holds adapters alone, no model: merge them into their base model by `python "
-                f"-m infsample_rl merge {model.path} OUT`, then give model.path=OUT"
+                f"{setting}={model.path} holds adapters alone, no model: merge them into their base model by `python "
+                f"-m infsample_rl merge {model.path} OUT`, then give {setting}=OUT"
             ) from None
-        raise ValueError(not_found("model.path", model.path, "model config", error)) from None
+        raise ValueError(not_found(setting, model.path, "model config", error)) from None
+    _check_not_quantised(config, setting, model.path)
     return config.get_text_config()
+
+
+def _check_not_quantised(config: PretrainedConfig, setting: str, path: str) -> None:
+    """ValueError for weights that mean nothing without their scales, which are not read here."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        what = f"its config.json has a quantization_config ({method})"
+        raise ValueError(f"{setting}={path} must not be quantised, {what}: give the model in 16 or 32 bits")
 
 
 def load_model(
@@ -57,9 +68,10 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, **options, **local, adapter_kwargs=local, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ValueError(not_found("model.path", source, "causal language model", error)) from None
     module, found = loaded
+    _check_not_quantised(module.config, "model.path", source)
     if found["missing_keys"]:  # transformers gives them random numbers, and warns
         raise ValueError(lacking(source, found["missing_keys"]))
     return module.eval()

@@ -193,8 +193,6 @@ def load_outline(
 def _empty_model(model: ModelConfig, source: str, dtype: torch.dtype, where: dict[str, Any]) -> PreTrainedModel:
     """The model of these files, its parameters and buffers on the meta device."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code, **where)
-    if getattr(config, "quantization_config", None) is not None:
-        raise NotSliceable("it is quantised")
     if _cached(source, "adapter_config.json", where) is not None:
         raise NotSliceable("its files are adapters")
     with torch.device("meta"):

@@ -124,7 +124,7 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
     dtype = getattr(torch, config.model.dtype)
     if config.reference.path not in (None, config.model.path):
         other = replace(config.model, path=config.reference.path)
-        model = replace(model, architecture=load_model_config(other))
+        model = replace(model, architecture=load_model_config(other, "reference.path"))
     settings = RowSettings(
         model=model,
         dtype=dtype,

@@ -12,6 +12,7 @@ import pytest
 from transformers import configuration_utils
 
 import infsample_rl
+from infsample_rl.config import ModelConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.checkpoints import write_checkpoint, write_checksums
@@ -23,6 +24,7 @@ from infsample_rl.controller.checks import (
     open_run_folder,
     prepare,
 )
+from infsample_rl.model.loading import load_model
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
 from tests.tiny_models import save_words
@@ -78,6 +80,17 @@ def test_a_folder_of_adapters_in_place_of_a_model_is_refused_with_the_command_th
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ValueError, match=r"^model\.path=.* adapters alone, .*`python -m infsample_rl merge .* OUT`"):
         begin(tmp_path / "run", f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize("setting", ["model.path", "reference.path"])
+def test_quantised_weights_are_refused_before_anything_starts(tmp_path, setting):
+    folder = shutil.copytree(KK_TINY, tmp_path / "model")
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | quantised))
+    with pytest.raises(ValueError, match=rf"^{setting}={folder} must not be quantised, .* \(bitsandbytes\): give"):
+        begin(tmp_path / "run", f"{setting}={folder}", "objective=default")
+    with pytest.raises(ValueError, match="^model.path=.*bitsandbytes"):
+        load_model(ModelConfig(path=str(folder)))
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
