@@ -24,7 +24,7 @@ from infsample_rl.config.command_line import option, print_table, run_with_optio
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.divergence import likely_kl
 from infsample_rl.model.loading import load_model
-from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
+from infsample_rl.model.tokenizer import check_reference, load_tokenizer
 from infsample_rl.observe.records import read_records
 
 KINDS = ("reverse", "forward")
@@ -65,7 +65,7 @@ def run(options: DistillErrorOptions) -> int:
     torch.set_num_threads(options.threads)
     config = load_config(["objective=distill", f"model.path={options.policy}", f"reference.path={options.teacher}"])
     tokenizer = load_tokenizer(config.model)
-    check_teacher(config, tokenizer)
+    check_reference(config, tokenizer)
     models = [load_model(config.model, path=path, dtype=torch.float32) for path in (options.policy, options.teacher)]
     texts = list(islice(read_records(Path(options.completions)), options.samples))
     if not texts or not all(set(PARTS) <= each.keys() for each in texts):

@@ -36,7 +36,7 @@ from infsample_rl.model.generation import load_generation_config, stop_ids_of
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.lora import check_lora
 from infsample_rl.model.policy_head import masked_index
-from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
+from infsample_rl.model.tokenizer import check_reference, load_tokenizer
 from infsample_rl.model.weight_slices import check_weights
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.files import write_atomically
@@ -97,7 +97,7 @@ def _prepare(config: Config, inputs: Inputs, run_dir: Path, lock: TextIO | None)
     architecture, tokenizer = load_model_config(config.model), load_tokenizer(config.model)
     check_full_attention(architecture)
     left_out = check_weights(config.model)
-    check_teacher(config, tokenizer)
+    check_reference(config, tokenizer)
     if config.objective.needs_reference and config.reference.path is not None:
         load_model_config(dataclasses.replace(config.model, path=config.reference.path), "reference.path")
     trained = check_lora(config, architecture, checkpoint)

@@ -56,24 +56,24 @@ def _replace_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         pass
 
 
-def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ValueError where a distillation's teacher, reference.path, has another tokenizer than the policy, since token ids
-    are all that it is given, or is asked for more ids than there are."""
+def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError where reference.path has another tokenizer than the policy, since token ids are all that it is given,
+    or is asked as a teacher for more ids than there are."""
     ids, top_k = len(tokenizer) - len(config.rollout.bad_token_ids), config.objective.teacher_top_k
     if top_k > ids:
         raise ValueError(f"objective.distill_top_k must be <= {ids:,}, the ids that may be drawn, got {top_k:,}")
-    if not config.objective.distills or config.reference.path in (None, config.model.path):
+    if not config.objective.needs_reference or config.reference.path in (None, config.model.path):
         return
     own = config.model.tokenizer_path or config.model.path
     path = str(config.reference.path)
-    of_teacher = load_tokenizer(replace(config.model, path=path, tokenizer_path=None), "reference.path").get_vocab()
-    differing = sorted(token for token, number in tokenizer.get_vocab().items() if of_teacher.get(token) != number)
+    theirs = load_tokenizer(replace(config.model, path=path, tokenizer_path=None), "reference.path").get_vocab()
+    differing = sorted(token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number)
     if differing:
         token = differing[0]
         raise ValueError(
-            f"reference.path={path} must have the tokenizer of {own} to be its teacher: {len(differing):,} tokens are "
-            f"not its or have another id, as {token!r}, here {tokenizer.get_vocab()[token]}, there "
-            f"{of_teacher.get(token, 'none')}"
+            f"reference.path={path} must have the tokenizer of {own}, since ids are all it is given: "
+            f"{len(differing):,} tokens are not its or have another id, as {token!r}, here "
+            f"{tokenizer.get_vocab()[token]}, there {theirs.get(token, 'none')}"
         )
 
 

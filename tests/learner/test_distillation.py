@@ -14,7 +14,7 @@ from infsample_rl.config.loading import ConfigError, load_config
 from infsample_rl.learner.divergence import likely_kl
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.reference import ReferenceWorker
-from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
+from infsample_rl.model.tokenizer import check_reference, load_tokenizer
 from infsample_rl.types import LossTotals, Prompt
 from tests.tiny_models import assert_tensors_close, finished, save_words
 
@@ -222,21 +222,21 @@ def test_the_learner_sees_groups_whose_rewards_are_all_equal_and_reads_the_teach
         assert config.has_reference_workers == (placement == "workers")
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
+@pytest.mark.parametrize("objective", ["distill", "default", "rloo"])
+def test_a_reference_with_another_tokenizer_is_refused_where_one_is_asked(tmp_path, objective):
     save_words(tmp_path / "same", 12)
     save_words(tmp_path / "shorter", 10)
     (tmp_path / "empty").mkdir()
     own = f"model.tokenizer_path={tmp_path / 'same'}"
-    configs = {
-        name: load_config(["objective=distill", "objective.distill_top_k=9", own, f"reference.path={tmp_path / name}"])
-        for name in ("same", "shorter", "empty")
-    }
+    asks = [f"objective={objective}", "objective.distill_top_k=9", own]
+    configs = {name: load_config([*asks, f"reference.path={tmp_path / name}"]) for name in ("same", "shorter", "empty")}
     tokenizer = load_tokenizer(configs["same"].model)
-    check_teacher(configs["same"], tokenizer)
+    check_reference(configs["same"], tokenizer)
     with pytest.raises(ValueError, match=r"shorter must have the tokenizer of .*: 2 tokens are not its .* there none"):
-        check_teacher(configs["shorter"], tokenizer)
+        check_reference(configs["shorter"], tokenizer)
     with pytest.raises(ValueError, match="reference.path"):
-        check_teacher(configs["empty"], tokenizer)
+        check_reference(configs["empty"], tokenizer)
+    check_reference(load_config(["objective=no_kl", own, f"reference.path={tmp_path / 'empty'}"]), tokenizer)
 
 
 def test_more_likely_ids_than_may_be_drawn_are_refused(tmp_path):
@@ -245,7 +245,7 @@ def test_more_likely_ids_than_may_be_drawn_are_refused(tmp_path):
         ["objective=distill", f"model.path={tmp_path}", f"reference.path={tmp_path}", "objective.distill_top_k=11"]
     )
     tokenizer = load_tokenizer(config.model)
-    check_teacher(config, tokenizer)
+    check_reference(config, tokenizer)
     config.rollout.bad_token_ids = [3, 4]
     with pytest.raises(ValueError, match=r"objective.distill_top_k must be <= 10, the ids that may be drawn, got 11"):
-        check_teacher(config, tokenizer)
+        check_reference(config, tokenizer)
