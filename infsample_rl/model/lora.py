@@ -47,21 +47,21 @@ def target_names(lm: PreTrainedModel, targets: list[str]) -> list[str]:
     """Full names of the linear layers that learner.lora_targets means, in the model's order; the head never is one.
 
     A target is a name or its last parts: q_proj, mlp.up_proj, model.layers.3.self_attn.q_proj. ValueError for one that
-    names none.
+    names none, all-linear too.
     """
     head = lm.get_output_embeddings()
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for target in targets or ["nothing"]:
-        if target != ALL_LINEAR and not any(_is_named(name, target) for name in linear):
+        if not any(_is_named(name, target) for name in linear):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
             raise ValueError(
                 f"learner.lora_targets: {target} names no linear layer that can have adapters; there are {there}"
             )
-    return [name for name in linear if any(target == ALL_LINEAR or _is_named(name, target) for target in targets)]
+    return [name for name in linear if any(_is_named(name, target) for target in targets)]
 
 
 def _is_named(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
+    return target in (ALL_LINEAR, name) or name.endswith("." + target)
 
 
 def adapter_scale(learner: LearnerConfig) -> float:

@@ -12,7 +12,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from infsample_rl.commands import merge
 from infsample_rl.config import (
@@ -75,6 +82,14 @@ def test_a_target_that_names_no_linear_layer_is_refused_with_those_there_are(tar
         ValueError, match=f"learner.lora_targets: {target or 'nothing'} names no linear layer .*; {there}$"
     ):
         target_names(tiny(), ["q_proj", target] if target else [])
+
+
+@pytest.mark.parametrize("target", ["all-linear", "c_attn"])
+def test_a_model_whose_layers_are_no_linear_ones_is_refused(target):
+    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    lm = GPT2LMHeadModel(GPT2Config(**sizes))  # whose products are of Conv1D
+    with pytest.raises(ValueError, match=f"learner.lora_targets: {target} names no linear layer .*; there are none$"):
+        target_names(lm, [target])
 
 
 def test_adapters_come_from_the_seed_alone_and_start_as_the_base():
