@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,13 +91,14 @@ class FakeCluster:
         self.restarts.begin("the learner", reason)
         self._called("return_to")
 
-    def _abandon(self, *, for_good: bool = False) -> None:
+    def _abandon(self, *, for_good: bool = False, keep: Collection[int] = ()) -> None:
         self._in_flight.clear()
-        self._micro_groups.clear()
+        self._forget([key for key in self._micro_groups if key not in keep])
         self._called("abandon_step")
 
     def _publish(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
         self._called("publish_weights")
+        self.interruption.check()
         self.version = version
         return WeightSyncReport(version=version, num_bytes=8, seconds=0.1)
 

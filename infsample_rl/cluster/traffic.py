@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -223,11 +223,12 @@ class Traffic:
                 self._replace(lost, call.handle)
                 self._ask_again(call)
 
-    def abandon(self, *, for_good: bool = False) -> None:
-        """Give the unfinished step up: end the streams, forget everything in flight. `for_good`: nothing is sampled any
-        more, so that streams are waited for only where the learner's calls come behind them."""
+    def abandon(self, *, for_good: bool = False, keep: Collection[int] = ()) -> None:
+        """Give the unfinished step up: end the streams, forget everything in flight and, but for `keep`, what has
+        arrived. `for_good`: nothing is sampled any more, so that streams are waited for only where the learner's calls
+        come behind them."""
         self._rollout.abandon(drained=self._config.shares_process or not for_good)
-        self._micro_groups.forget(list(self._micro_groups.payloads))
+        self._micro_groups.forget([key for key in self._micro_groups.payloads if key not in keep])
         self._pending.clear()
         self._unsent_rows.clear()
         for waiting in self._unasked.values():

@@ -56,10 +56,10 @@ class AsyncTrainingStep:
             waves.add(group)
         update = parts.update(waves, following or groups)
         try:
-            with self._saver.held_while_a_save_has_time():
+            with self._saver.held_while_a_save_has_time(share=0.5):  # the rest is for publishing
                 self._ready = None if following is None else self._finish_sampling(following)
         except Terminated:  # the update is whole: only what was being drawn for the next is lost
-            run.cluster.traffic.abandon()
+            run.cluster.traffic.abandon(keep=groups.micro_groups)
             self._ready, update = None, update._replace(sampled=groups)
         parts.start_learning_lengths()
         metrics, completions = parts.finish(groups, rounds, update, started=started)

@@ -41,9 +41,9 @@ class CheckpointSaver:
         self._ahead = [] if ahead is None else ahead.micro_groups
         self.unsavable = ""  # why the learner could not save the finished step now
 
-    def held_while_a_save_has_time(self) -> AbstractContextManager[None]:
-        """SIGTERM waits for what is done herein, as long as a save would still have time."""
-        return self._run.interruption.held(self._run.config.run.grace_s - self._seconds)
+    def held_while_a_save_has_time(self, share: float = 1.0) -> AbstractContextManager[None]:
+        """SIGTERM waits for what is done herein, as long as a save would still have time, or for a share of that."""
+        return self._run.interruption.held(share * (self._run.config.run.grace_s - self._seconds))
 
     @phase("save")
     def save(self) -> None:

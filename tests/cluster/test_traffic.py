@@ -296,3 +296,10 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(for_good):
     assert halt.calls == [(0,)] and (next(stream, None) is None) != for_good
     assert step.traffic.num_in_flight() == {"reward": 0, "reference": 0, "learner": 0} and step.rollout.is_done
     assert list(arrivals) == [] and not step.micro_groups.payloads
+
+
+def test_what_is_to_be_kept_of_a_step_that_is_given_up_is_there_still():
+    step = Step(samples=0)
+    step.arrive([3, 7])
+    step.traffic.abandon(keep=[3])
+    assert list(step.micro_groups.payloads) == list(step.micro_groups.work) == [3]

@@ -18,6 +18,8 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.controller import ahead, checkpoints, checks, driver
 from infsample_rl.controller.checks import prepare
 from infsample_rl.controller.driver import Driver
+from infsample_rl.controller.openings import Openings
+from infsample_rl.observe.records import read_records
 from infsample_rl.observe.run_log import RunLogger
 from tests.fake_cluster import FakeCluster, at_call, lose_step
 
@@ -276,16 +278,21 @@ def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_tim
     assert run.saved[-1] == saved
 
 
-@pytest.mark.parametrize(("since_s", "staleness"), [(5.0, 1), (35.0, 0)])
+@pytest.mark.parametrize(("drawn_s", "staleness"), [(5, 1), (60, 0)])
 def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_and_them_if_there_is_time(
-    train, since_s, staleness
+    train, drawn_s, staleness
 ):
-    run = train("run.max_staleness=1", "run.grace_s=30", optimizer_step=at_call(3, lambda fake: fake.sigterm(since_s)))
-    assert run.steps == [1, 2, 3] and "abandon_step" in run.calls
-    if staleness == 0:
-        return
-    assert run.saved[-1] == "step_000003"
+    def draw(cluster: FakeCluster) -> None:
+        for seconds in range(drawn_s):
+            cluster.sigterm(seconds_ago=seconds)
+            cluster.interruption.check()
+
+    settings = ["run.max_staleness=1", "run.grace_s=30", "logging.record_every=1"]
+    run = train(*settings, arrivals=at_call(4, draw))
+    assert run.steps == [1, 2, 3] and "abandon_step" in run.calls and run.saved[-1] == "step_000003"
     assert "stopped after step 3; nothing but the unfinished step is lost" in run.log
+    assert {record["step"] for record in read_records(run.folder / "completions.jsonl")} == {1, 2, 3}
+    assert (run.folder / "recordings/step_000003").is_dir() and "is not recorded" not in run.log
     again = train("run.max_staleness=1")
     assert again.steps == [1, 2, 3, 4] and again.records[3]["rollout/staleness"] == staleness
 
