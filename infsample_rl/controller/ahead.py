@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from infsample_rl.controller.recording import Fetch, joined, split
+from infsample_rl.controller.recording import Fetch, joined, split, write_arrays
 from infsample_rl.types import Completion, Episode
 
 FILE = "ahead.safetensors"
@@ -44,7 +43,9 @@ def write_ahead(folder: Path, micro_groups: list[list[Completion]]) -> None:
         "finish_reasons": [completion.finish_reason for completion in completions],
         "episodes": [completion.episode and asdict(completion.episode) for completion in completions],
     }
-    save_file(arrays, folder / FILE, metadata={"facts": json.dumps(facts)})
+    # not in the header, which may have 100 MB: episodes keep their messages
+    arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    write_arrays(arrays, folder / FILE)
 
 
 def read_ahead(checkpoint: Path | None) -> list[list[Completion]]:
@@ -53,7 +54,8 @@ def read_ahead(checkpoint: Path | None) -> list[list[Completion]]:
         return []
     with safe_open(checkpoint / FILE, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-        facts = json.loads(file.metadata()["facts"])
+        # older checkpoints have them in the header
+        facts = json.loads(arrays["facts"].tobytes() if "facts" in arrays else file.metadata()["facts"])
     lengths = arrays["lengths"]
     token_ids, logprobs = split(arrays["token_ids"], lengths), split(arrays["logprobs"], lengths)
     truncated = split(arrays["sampling_logprobs"], lengths) if "sampling_logprobs" in arrays else None

@@ -78,7 +78,7 @@ def write_recording(
     for old in (partial, folder):  # a step that is done again replaces what it was
         shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(arrays, partial / SAMPLES)
+    write_arrays(arrays, partial / SAMPLES)
     (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8", errors="backslashreplace")
     os.replace(partial, folder)
     return True
@@ -161,6 +161,14 @@ def _completions_of(facts: dict[str, Any], arrays: dict[str, np.ndarray], groups
 def recording_folder(run_dir: Path, step: int) -> Path:
     """Where a step is recorded."""
     return run_dir / FOLDER / f"step_{step:06d}"
+
+
+def write_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
+    """As save_file, but OSError where there is no room."""
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def joined(arrays: Sequence[Any], dtype: type) -> np.ndarray:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.config.loading import load_config
-from infsample_rl.controller import ahead, checkpoints, checks, driver
+from infsample_rl.controller import ahead, checkpoints, checks, driver, recording
 from infsample_rl.controller.checks import prepare
 from infsample_rl.controller.driver import Driver
 from infsample_rl.controller.openings import Openings
@@ -187,6 +188,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_only_a_run_that_has_done_its_s
     assert run.saved == ["step_000004"] and "none is the last good one" in run.log
     shutil.rmtree(run.folder)
     assert train(save=at_call(2, full_disk), fails=OSError, match="No space left").saved == ["step_000002"]
+
+
+def test_samples_of_the_next_step_that_find_no_room_cost_the_checkpoint_and_a_recording_ends_the_run(
+    train, monkeypatch
+):
+    def no_room(*_) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(recording, "save_file", no_room)
+    run = train("run.max_staleness=1")
+    assert run.saved == ["step_000004"] and "none is the last good one" in run.log, "no step follows the last"
+    train("run.steps=5", "logging.record_every=1", fails=OSError, match="cannot be written: .*No space left on device")
 
 
 @pytest.mark.parametrize("failure", [full_disk, lose_step])
