@@ -43,7 +43,7 @@ class Evaluation:
         """Sample and score the held-out problems with the current weights."""
         run, started, samples = self._run, time.time(), self._run.config.run.eval_samples
         # episodes of their own, the same at every evaluation
-        prompts = run.openings.open(self._prompts, position=-len(self._prompts))
+        prompts = run.openings.open(self._prompts, position=-len(self._prompts), check=run.interruption.check)
         groups = StepGroups(prompts, run.config, group_size=samples, step=run.step, with_reference=False)
         start_rollout(run, prompts, samples, batch=run.step, evaluation=True)
         for arrival in run.cluster.traffic.arrivals():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from infsample_rl.cluster.interruption import SLICE_S
 from infsample_rl.config import Config
 from infsample_rl.config.environment import NAMELESS
 from infsample_rl.data.chat import of_token_ids, with_opening
@@ -25,15 +27,24 @@ class Openings:
     def __init__(self, config: Config, tokenizer: Any, host: EnvironmentHost | None) -> None:
         self._config, self._tokenizer, self._host = config, tokenizer, host
 
-    def open(self, prompts: list[Prompt], *, position: int) -> list[Prompt]:
+    def open(self, prompts: list[Prompt], *, position: int, check: Callable[[], None] = lambda: None) -> list[Prompt]:
         """The prompts with their starts. `position`: of the first in the run's data, so that a seed comes once.
+        `check`: called while they are waited for; what it raises ends the wait, and no further one is begun.
 
         One that does not begin, or says more than there is room for, fails in each of its samples, which ask for no
         process and are counted: its prompt goes on without. ValueError for tools that the chat template cannot call."""
         if self._host is None or not prompts:
             return prompts
-        with ThreadPoolExecutor(self._config.environment.workers) as threads:
-            return list(threads.map(self._open, prompts, range(position, position + len(prompts))))
+        threads = ThreadPoolExecutor(self._config.environment.workers)
+        try:
+            opened = [threads.submit(self._open, prompt, number) for number, prompt in enumerate(prompts, position)]
+            waited = set(opened)
+            while waited:
+                check()
+                waited = wait(waited, timeout=SLICE_S).not_done
+            return [each.result() for each in opened]
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # close() ends those that have begun
 
     def close(self) -> None:
         """End the processes of the environments."""

@@ -41,8 +41,8 @@ class RunState:
 
     def next_prompts(self, count: int | None = None, first_index: int = 0) -> list[Prompt]:
         """As PromptStream.next_batch, each with the beginning of its episode."""
-        position = self.prompts.position
-        return self.openings.open(self.prompts.next_batch(count, first_index), position=position)
+        position, check = self.prompts.position, self.interruption.check
+        return self.openings.open(self.prompts.next_batch(count, first_index), position=position, check=check)
 
     def publish_weights(self) -> WeightSyncReport:
         """Bring every engine to the learner's weights and to what predicts lengths."""

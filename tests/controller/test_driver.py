@@ -331,6 +331,16 @@ def test_samples_that_a_checkpoint_keeps_are_not_taken_by_a_run_that_asks_for_ot
     assert "the settings ask for other samples than those that the checkpoint keeps" in run.log
 
 
+def test_sigterm_is_noticed_while_episodes_are_opened(train, monkeypatch):
+    def opened(self, prompts, *, position, check):
+        check()
+        return prompts
+
+    monkeypatch.setattr(Openings, "open", opened)
+    run = train(check_nodes=at_call(4, sigterm))
+    assert run.calls.count("start_rollout") == 3 and run.saved[-1] == "step_000003"
+
+
 def test_what_cannot_be_brought_back_ends_the_run_with_what_is_finished_saved(train):
     gone = "Ray's control service (gcs_server) has not answered at 10.0.0.1:6379 for 20 s"
 

@@ -1,10 +1,12 @@
 """Prompts go on with what their environments say, from a seed of their own."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.openings import Openings, seed_of
@@ -143,3 +145,25 @@ def test_what_it_says_cannot_end_the_users_turn(monkeypatch):
     [asked] = openings().open([prompt(0)], position=40)
     assert asked.token_ids.tolist().count(end) == 1 and asked.start.messages == asked.messages
     assert asked.messages == [{"role": "user", "content": said}]
+
+
+def test_what_ends_a_run_ends_the_wait_for_them_and_no_further_one_is_begun(monkeypatch):
+    begun, goes_on = [], threading.Event()
+
+    def opening(self, seed, columns):
+        begun.append(seed)
+        goes_on.wait(60)
+        return ""
+
+    def check():
+        if begun:
+            raise Terminated
+
+    monkeypatch.setattr(Host, "opening", opening)
+    made = openings()
+    try:
+        with pytest.raises(Terminated):
+            made.open([prompt(index) for index in range(20)], position=0, check=check)
+        assert len(begun) <= made._config.environment.workers
+    finally:
+        goes_on.set()
