@@ -145,15 +145,12 @@ class Driver:
             metrics |= self._observe_step(before)
             self.saver.step_finished(data_state, ahead)
             self.recovery.step_finished()
-            try:
-                if self.evaluation.is_due():
-                    metrics |= self.evaluation.evaluate()
-            finally:  # SIGTERM may end the evaluation, not the step
-                run.log.log_step(run.step, metrics, completions)
+            run.log.log_step(run.step, metrics, completions)
             if run.is_due(run.config.run.checkpoint_every):
                 self.saver.save()
             elif not run.config.run.checkpoint_every:
                 forget_turns(run.run_dir, run.step)  # a run that goes back begins anew
+            self.evaluation.catch_up()  # behind the save, which whatever ends an evaluation must not cost
 
     def _observe_step(self, before: ClusterCounts) -> Metrics:
         """Enter the step that has just ended into metrics and timeline, and ask the workers what they did in it.

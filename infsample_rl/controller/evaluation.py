@@ -24,14 +24,14 @@ class Evaluation:
         return bool(self._prompts) and (self._run.step == 0 or self._run.is_due(self._run.config.run.eval_every))
 
     def is_owed(self) -> bool:
-        """Whether SIGTERM ended the evaluation of the step that was done last."""
+        """Whether the step that was done last is still to be evaluated."""
         if not self.is_due():
             return False
         record = self._run.log.record_of(self._run.step)
         return record is not None and "eval/accuracy" not in record
 
     def catch_up(self) -> None:
-        """Evaluate before the first step, or what is owed."""
+        """Evaluate before the first step, or the step that is done where that is owed."""
         run = self._run
         if run.step == 0 and self.is_due():
             run.log.log_step(0, self.evaluate(), [])

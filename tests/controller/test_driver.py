@@ -177,6 +177,15 @@ def test_an_evaluation_that_sigterm_ended_is_done_when_the_run_goes_on(train):
     assert "evaluate" not in train(*ONE_EVALUATION).calls
 
 
+def test_an_evaluation_that_fails_costs_no_training(train):
+    settings = [*ONE_EVALUATION, "run.checkpoint_every=0"]
+    run = train(*settings, evaluate=at_call(2, refuse), fails=RuntimeError, match="no more")
+    assert run.steps == [0, 1, 2, 3] and run.saved == ["step_000003"]
+    again = train(*settings)
+    assert "start_rollout" not in again.calls and again.calls.count("evaluate") == 1
+    assert "eval/accuracy" in again.records[3] and "reward/mean" in again.records[3]
+
+
 def test_a_checkpoint_of_another_run_owes_no_evaluation(train):
     first = train("run.steps=2")
     (first.folder / "metrics.jsonl").write_text("")
