@@ -34,37 +34,38 @@ class Recovery:
         """
         self._saver.unsavable = "the learner is being brought back"
         while True:
-            checkpoint, state = self._newest_whole()
+            checkpoint, state, damages = self._newest_whole()
             if checkpoint is not None and not checkpoint.is_dir():  # no longer among those that are kept
                 raise RuntimeError(
-                    f"{reason}; and no checkpoint of run.dir={self._run.run_dir} is whole: {checkpoint}, where it "
-                    "began, has been dropped"
+                    f"{'; '.join([reason, *damages])}; and no checkpoint of run.dir={self._run.run_dir} is whole: "
+                    f"{checkpoint}, where it began, has been dropped"
                 )
-            self._run.log.warn(
+            back = (
                 f"{reason}: going back to {checkpoint or 'the start'}; steps {state['step'] + 1} to "
                 f"{self._run.step + 1} are done again"
             )
             try:
                 self._run.cluster.return_to(str(checkpoint) if checkpoint else None, reason)
                 self._rewind(checkpoint, state)
+                for warning in (*damages, back):  # of the step gone back to: those of later ones have just been dropped
+                    self._run.log.warn(warning)
                 self._run.publish_weights()
                 return
             except StepLost as lost:
                 reason = str(lost)
 
-    def _newest_whole(self) -> tuple[Path | None, dict[str, Any]]:
-        """A checkpoint and its state; that of the origin where none is newer."""
+    def _newest_whole(self) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """A checkpoint and its state, that of the origin where none is newer; and what is wrong with those that are
+        newer."""
         newest, damages = checkpoints.newest_whole(self._run.run_dir)
-        for damage in damages:
-            self._run.log.warn(damage)
         if newest is not None and (state := checkpoints.read_state(newest))["step"] > self._origin[1]["step"]:
-            return newest, state
-        return self._origin
+            return newest, state, damages
+        return *self._origin, damages
 
     def _rewind(self, checkpoint: Path | None, state: dict[str, Any]) -> None:
         """Take the state of `checkpoint`; None: of the start."""
         run = self._run
-        run.step = state["step"]
+        run.step, run.failed_steps = state["step"], 0
         checkpoints.set_aside_after(run.run_dir, run.step)
         run.prompts.restore(state["data"])
         run.expected_lengths = ExpectedLengths(state.get("expected_lengths"))

@@ -116,8 +116,29 @@ def test_a_lost_step_is_done_again_from_the_last_checkpoint(train, staleness):
     shutil.rmtree(undisturbed.folder)
     run = train(f"run.max_staleness={staleness}", optimizer_step=at_call(4, lose_step))
     assert run.steps == [1, 2, 3, 4] and run.calls.count("optimizer_step") == 6
-    assert "learner rank 0: its process died: going back to" in run.log and "steps 3 to 4 are done again" in run.log
+    (warning,) = read_records(run.folder / "warnings.jsonl")
+    assert re.fullmatch(
+        "learner rank 0: its process died: going back to .*step_000002; steps 3 to 4 are done again", warning["text"]
+    )
     assert checkpoints.read_state(run.folder / "checkpoints/step_000004") == state
+
+
+def test_what_was_wrong_with_a_checkpoint_is_kept_when_the_run_goes_back_behind_it(train, tmp_path):
+    def damage_and_lose(cluster: FakeCluster) -> None:
+        (tmp_path / "run/checkpoints/step_000002/driver_state.json").write_text("")
+        lose_step(cluster)
+
+    run = train(optimizer_step=at_call(4, damage_and_lose))
+    damage, back = (record["text"] for record in read_records(run.folder / "warnings.jsonl"))
+    assert "step_000002 is damaged and not used" in damage and "going back to the start; steps 1 to 4" in back
+
+
+def test_a_step_without_rewards_that_is_done_again_counts_once(train):
+    def break_rewards(cluster: FakeCluster) -> None:
+        cluster.broken = "TypeError" if cluster.calls.count("start_rollout") in (3, 4) else ""
+
+    settings = ["reward.max_failed_steps=2"]
+    assert train(*settings, start_rollout=break_rewards, optimizer_step=at_call(3, lose_step)).steps == [1, 2, 3, 4]
 
 
 def test_engines_that_take_turns_make_room_once_all_samples_are_there_and_before_any_row(train, monkeypatch):
