@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
     """A step's samples, scored, that the learner has not seen."""
 
     groups: StepGroups
-    rounds: list[RoundEnds]
+    rounds: list[RoundEnds]  # none where a checkpoint has kept them
 
 
 class AsyncTrainingStep:
@@ -41,7 +41,7 @@ class AsyncTrainingStep:
     def train_step(self) -> StepResult:
         """Train the samples that are there while the next step's are drawn; then publish."""
         run, parts, started = self._run, self._parts, time.time()
-        groups, rounds = self._ready or self._finish_sampling(self._first())
+        groups, rounds = self._ready or self._first()
         end_if_all_fail(run, self._saver, groups)
         stale = run.step - groups.step
         if stale > run.config.run.max_staleness:
@@ -66,7 +66,7 @@ class AsyncTrainingStep:
         ahead = None if self._ready is None else self._ready.groups
         return StepResult(metrics | {"rollout/staleness": float(stale)}, completions, data_state, ahead)
 
-    def _first(self) -> StepGroups:
+    def _first(self) -> Sampled:
         """Samples to begin with: those that the checkpoint keeps, else new ones of the weights of now."""
         run, kept = self._run, read_ahead(self._saver.checkpoint)
         samples = Counter(completion.prompt_index for completions in kept for completion in completions)
@@ -76,12 +76,12 @@ class AsyncTrainingStep:
                 run.log.note(
                     "the settings ask for other samples than those that the checkpoint keeps for the next step"
                 )
-            return self._start_sampling(batch=run.step)
+            return self._finish_sampling(self._start_sampling(batch=run.step))
         groups = self._parts.new_groups(kept[0][0].policy_version)
         for completions in kept:
             prompt = groups.prompts[completions[0].prompt_index]
             enter_samples(run, run.cluster.micro_groups.bring(completions, prompt), groups)
-        return groups
+        return self._finish_sampling(groups)._replace(rounds=[])
 
     def _start_sampling(self, *, batch: int) -> StepGroups:
         groups = self._parts.new_groups()

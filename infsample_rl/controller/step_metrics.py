@@ -37,7 +37,10 @@ def step_metrics(groups: StepGroups, rounds: list[RoundEnds], update: UpdateRepo
     metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics)
     if (kl := groups.reward_kl()) is not None:
         metrics["learner/kl"] = kl
-    return metrics | rollout_metrics(rounds) | timing_metrics(groups, update, started=started)
+    metrics |= rollout_metrics(rounds) | timing_metrics(groups, update, started=started)
+    if not rounds:  # a checkpoint has kept the samples: an earlier process knows how long they took
+        metrics |= {"timing/rollout": None, "timing/tokens_per_s": None}
+    return metrics
 
 
 def sample_metrics(groups: StepGroups) -> Metrics:

@@ -349,6 +349,9 @@ def test_an_asynchronous_run_that_goes_on_trains_on_the_samples_that_its_checkpo
     assert {each.policy_version for group in kept for each in group} == {1}, "drawn before the second update"
     run = train("run.max_staleness=1")
     assert run.calls.count("bring") == 2 and run.calls.count("start_rollout") == 1
+    first = run.records[2]
+    assert (first["rollout/rounds"], first["timing/rollout"], first["timing/tokens_per_s"]) == (0, None, None)
+    assert all(record["timing/tokens_per_s"] and record["rollout/rounds"] for record in run.records if record != first)
     for name in ("rollout/staleness", "reward/mean", "response/length_mean"):
         assert [record[name] for record in run.records] == [record[name] for record in undisturbed.records]
     assert not (run.folder / "checkpoints/step_000004" / ahead.FILE).exists(), "no step follows the last"
