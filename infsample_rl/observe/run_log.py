@@ -154,6 +154,7 @@ class RunLogger:
         for name, file in self._files.items():  # a warning before the first step stays
             file.rewind(step if name == WARNINGS_FILE else step or -1)
         self._health.rewind(step)
+        self._seldom = {kind: said for kind, said in self._seldom.items() if said[0] <= step}
         self._step = step
         self._screen.rewind(step)
 

@@ -163,6 +163,18 @@ def test_a_warning_of_every_step_is_said_once_in_twenty(tmp_path, capsys):
     ]
 
 
+def test_a_warning_of_a_step_that_is_done_again_is_said_again(tmp_path, capsys):
+    logger = RunLogger(logged_config(progress=False), tmp_path, total_steps=60, start_step=0)
+    for step in (1, 2, 3):
+        logger.log_step(step, {}, [])
+    logger.warn_seldom("gsm8k: timed out")
+    logger.rewind(2)
+    logger.warn_seldom("gsm8k: timed out")
+    logger.close()
+    assert capsys.readouterr().out.count("warning: gsm8k: timed out\n") == 2
+    assert [record["step"] for record in read_records(tmp_path / "warnings.jsonl")] == [2]
+
+
 SCRIPT = r"""
 import sys
 from pathlib import Path
