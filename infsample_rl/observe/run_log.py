@@ -13,7 +13,7 @@ from infsample_rl.config import Config
 from infsample_rl.observe.health import Health
 from infsample_rl.observe.records import RecordFile, json_value, read_records
 from infsample_rl.observe.screen import Screen
-from infsample_rl.observe.trackers.trackers import start_trackers
+from infsample_rl.observe.trackers.trackers import Tracker, start_trackers
 from infsample_rl.types import ClusterNow
 
 METRICS_FILE, COMPLETIONS_FILE, WARNINGS_FILE = "metrics.jsonl", "completions.jsonl", "warnings.jsonl"
@@ -138,8 +138,16 @@ class RunLogger:
         self._report_due_at = time.monotonic() + (time.monotonic() - started) / REPORT_SHARE
 
     def _track(self, step: int, values: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, _known(values), samples)
+        self._ask_trackers(lambda tracker: tracker.log(step, _known(values), samples))
+
+    def _ask_trackers(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # a tracker must not end a run, whatever its place answers
+                self._trackers.remove(tracker)
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                self.warn(f"{tracker.name} gets no more of this run, metrics.jsonl has all of it: {why}")
         self._say_of_trackers()
 
     def _say_of_trackers(self) -> None:
@@ -157,6 +165,7 @@ class RunLogger:
         self._seldom = {kind: said for kind, said in self._seldom.items() if said[0] <= step}
         self._step = step
         self._screen.rewind(step)
+        self._ask_trackers(lambda tracker: tracker.rewind(step))
 
     def close(self, *, failed: bool = False) -> None:
         """Stop the live view, finish the trackers (as a failed run if `failed`) and close the files. Calling it again
@@ -166,9 +175,7 @@ class RunLogger:
             return
         self._is_closed = True
         self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
-        for tracker in self._trackers:
-            tracker.close(failed=failed)
-        self._say_of_trackers()
+        self._ask_trackers(lambda tracker: tracker.close(failed=failed))
         for file in self._files.values():
             file.close()
         self._screen.close()

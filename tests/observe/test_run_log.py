@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from infsample_rl.observe import run_log
 from infsample_rl.observe.records import RecordFile, read_records
 from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.observe.screen import Screen
@@ -251,11 +253,54 @@ def test_wandb_goes_offline_with_one_warning_when_the_server_cannot_be_reached(n
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"))) == 1
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+@pytest.mark.parametrize("in_process", [False, True], ids=["resume", "return"])
+def test_tensorboard_shows_each_step_once_though_some_are_done_again(tmp_path, in_process):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log_steps(tmp_path, range(1, 5), tensorboard=True)
-    log_steps(tmp_path, range(3, 6), start_step=2, tensorboard=True)
+    if in_process:
+        logger = RunLogger(logged_config(tensorboard=True), tmp_path, total_steps=9, start_step=0)
+        for step in (1, 2, 3, 4, None, 3, 4, 5):
+            if step is None:
+                logger.rewind(2)
+            else:
+                logger.log_step(step, {"reward/mean": step / 10}, [])
+        logger.close()
+    else:
+        log_steps(tmp_path, range(1, 5), tensorboard=True)
+        log_steps(tmp_path, range(3, 6), start_step=2, tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
     found = [(event.step, round(event.value, 6)) for event in events]
     assert found == [(step, step / 10) for step in range(1, 6)]
+
+
+class Failing:
+    """A tracker whose place is gone at one of its calls."""
+
+    name, place = "W&B", ""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.calls, self.said = at, [], list[str]()
+
+    def __getattr__(self, call: str) -> Callable[..., None]:
+        def answer(*_: object, **__: object) -> None:
+            self.calls.append(call)
+            if call == self.at:
+                raise ConnectionError("no\nmore")
+
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("at", "calls"), [("log", ["log"]), ("rewind", ["log", "rewind"]), ("close", ["log", "rewind", "log", "close"])]
+)
+def test_a_tracker_that_fails_is_asked_no_more_and_ends_no_run(tmp_path, monkeypatch, at, calls):
+    broken, whole = Failing(at), Failing("")
+    monkeypatch.setattr(run_log, "start_trackers", lambda *_: [broken, whole])
+    logger = RunLogger(logged_config(), tmp_path, total_steps=2, start_step=0)
+    logger.log_step(1, {"reward/mean": 0.5}, [])
+    logger.rewind(1)
+    logger.log_step(2, {"reward/mean": 0.5}, [])
+    logger.close()
+    (warning,) = read_records(tmp_path / "warnings.jsonl")
+    assert warning["text"] == "W&B gets no more of this run, metrics.jsonl has all of it: ConnectionError: no more"
+    assert broken.calls == calls and whole.calls == ["log", "rewind", "log", "close"]

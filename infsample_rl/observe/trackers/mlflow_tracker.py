@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infsample_rl.config import Config
-from infsample_rl.types import MaybeNone
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -46,16 +45,17 @@ def reach_mlflow(uri: str) -> None:
 class MlflowTracker:
     """A run of the experiment logging.wandb_project at the tracking URI logging.mlflow; its id is in run_dir/mlflow_id.
 
-    Raises ValueError when the place cannot be reached at start. Later failures end the tracking with one warning, not
-    the run.
+    Raises ValueError when the place cannot be reached at start.
     """
+
+    name = "MLflow"
 
     def __init__(self, config: Config, run_dir: Path, kept_id: str | None) -> None:
         self.said: list[str] = []
         self._run_dir, self._uri = run_dir, str(config.logging.mlflow)
         self._uploads_completions = config.logging.upload_completions
         with _refused(self._uri):
-            self._client: MlflowClient | MaybeNone = _client_of(self._uri)
+            self._client = _client_of(self._uri)
             self._run_id = self._start(config, kept_id)
         self.place = f"MLflow: run {self._run_id} at {self._uri}"
 
@@ -82,22 +82,16 @@ class MlflowTracker:
 
         now = int(time.time() * 1000)
         metrics = [Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
-        self._try(lambda client: client.log_batch(self._run_id, metrics=metrics))
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def rewind(self, step: int) -> None:
+        """Points cannot be taken back: those of a step that is done again have the later time."""
 
     def close(self, *, failed: bool) -> None:
         for name in ("config.yaml", *(WITH_SAMPLES if self._uploads_completions else ())):
             if (self._run_dir / name).exists():
-                self._try(lambda client, name=name: client.log_artifact(self._run_id, str(self._run_dir / name)))
-        self._try(lambda client: client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED"))
-
-    def _try(self, send: Any) -> None:
-        if self._client is None:
-            return
-        try:
-            send(self._client)
-        except Exception as error:  # a tracker must not end a run, whatever its place answers
-            self._client = None
-            self.said.append(f"MLflow gets no more of this run, metrics.jsonl has all of it: {_one_line(error)}")
+                self._client.log_artifact(self._run_id, str(self._run_dir / name))
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _client_of(uri: str) -> MlflowClient:
@@ -114,13 +108,10 @@ def _refused(uri: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # MLflow's own, requests', SQLAlchemy's: whatever it is, the place cannot be used
-        raise ValueError(f"logging.mlflow={uri} cannot be used: {_one_line(error)}") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"logging.mlflow={uri} cannot be used: {why}") from error
 
 
 def mlflow_name(name: str) -> str:
     """MLflow's names have no @. Example: mlflow_name("eval/pass@1") == "eval/pass_at_1" """
     return name.replace("@", "_at_")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

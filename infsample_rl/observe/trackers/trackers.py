@@ -12,13 +12,18 @@ from infsample_rl.config import Config
 
 
 class Tracker(Protocol):
-    """One place where a run is looked at. A call may come from one thread only; none may end the run."""
+    """One place where a run is looked at. A call may come from one thread only; one that raises ends the tracking, not
+    the run."""
 
+    name: str  # of the place, for the user
     place: str  # where it is to be seen, a line for the user; "": nothing to say
     said: list[str]  # warnings for the user since they were last taken
 
     def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Metrics of a step that have a value, and samples as completions.jsonl has them."""
+
+    def rewind(self, step: int) -> None:
+        """Steps after `step` come again: hide what was logged of them, where the place can."""
 
     def close(self, *, failed: bool) -> None:
         """Send what is left, and end."""

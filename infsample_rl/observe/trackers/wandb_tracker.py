@@ -62,6 +62,8 @@ def check_project(name: str) -> None:
 class WandbTracker:
     """A W&B run, with its files in run_dir/wandb, its id in run_dir/wandb_id, and nothing of its own on the console."""
 
+    name = "W&B"
+
     def __init__(self, config: Config, run_dir: Path, mode: str, kept_id: str | None) -> None:
         run_id = kept_id or secrets.token_hex(4)
         (run_dir / "wandb_id").write_text(run_id + "\n", encoding="utf-8")
@@ -72,6 +74,9 @@ class WandbTracker:
     def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         table = {"completions": wandb_table(samples)} if samples else {}
         self._run.log({"step": step, **values, **table})
+
+    def rewind(self, step: int) -> None:
+        """Rows cannot be taken back: those of a step that is done again follow the first ones."""
 
     def close(self, *, failed: bool) -> None:
         try:
