@@ -41,6 +41,7 @@ def needed_files(config: Config) -> Files:
             ("reward.functions", function.name.removeprefix("model:") if function.name.startswith("model:") else path)
         )
     paths += [("reward.functions", judge.prompt) for judge in config.reward.judges]
+    paths += [("environment", path) for path in config.environment.files]
     return [
         (setting, str(file), file.stat().st_size)
         for setting, path in paths

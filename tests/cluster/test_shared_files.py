@@ -52,17 +52,22 @@ def test_files_that_are_missing_or_of_another_size_are_named_with_their_setting(
     assert prove(str(tmp_path), token, "n", wanted) == [f"model.path: {file} is not there"]
 
 
-def test_every_local_file_of_model_data_and_rewards_is_needed(tmp_path):
-    data, reward = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+def test_every_local_file_of_model_data_rewards_and_environments_is_needed(tmp_path):
+    data, reward, environment, tool = (tmp_path / name for name in ("rows.jsonl", "mine.py", "game.py", "tool.py"))
     data.write_text('{"question": "?"}\n')
     reward.write_text("def score(prompts, completions): return [0.0]\n")
+    environment.write_text("class Game: ...\n")
+    tool.write_text("def add(): ...\n")
     config = load_config(
-        [f"data.source={data}", "data.eval_source=gsm8k", f"reward.functions=[{{name: '{reward}:score'}}]"]
+        [
+            *(f"data.source={data}", "data.eval_source=gsm8k", f"reward.functions=[{{name: '{reward}:score'}}]"),
+            *(f"environment.factory={environment}:Game", f"environment.tools=['{tool}:add']"),
+        ]
     )
     needed = needed_files(config)
     assert ("data.source", str(data), 18) in needed and ("reward.functions", str(reward), 46) in needed
+    assert {("environment", str(environment), 16), ("environment", str(tool), 15)} <= set(needed)
     policy = {Path(name).name for setting, name, _ in needed if setting == "model.path"}
     assert policy >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert {setting for setting, _, _ in needed} == {"model.path", "data.source", "reward.functions"}, (
-        "gsm8k is a hub name"
-    )
+    settings = {setting for setting, _, _ in needed}
+    assert settings == {"model.path", "data.source", "reward.functions", "environment"}, "gsm8k is a hub name"
