@@ -48,7 +48,7 @@ class Restarts:
     ) -> None:
         """`explain`: adds to what is said of a lost worker what is known beside."""
         self._explain = explain
-        self.by_part: dict[str, int] = {}  # of the run
+        self.by_part: dict[str, int] = {}  # since this start of the run
         self._limit, self._note, self._sleep = limit, note, sleep
         self._in_a_row = Counter[str]()
 
@@ -72,7 +72,7 @@ class Restarts:
 
     @property
     def total(self) -> int:
-        """Restarts of the run."""
+        """Restarts since this start of the run."""
         return sum(self.by_part.values())
 
     def step_finished(self) -> None:

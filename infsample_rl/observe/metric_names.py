@@ -155,6 +155,6 @@ METRICS = {
     "weight_sync/bytes": Metric("bytes", "bytes of weights sent; 0 where engine and learner share them"),
     "cluster/rollout_workers": Metric("workers", "rollout workers when the step began"),
     "cluster/samples_moved": Metric("samples", "samples that went from a slow rollout worker to an idle one"),
-    "cluster/restarts": Metric("workers", "workers started again since the run began"),
+    "cluster/restarts": Metric("workers", "workers started again since this start of the run"),
     "health/warnings": Metric("rules", "rules of docs/warnings.md that hold now"),
 }

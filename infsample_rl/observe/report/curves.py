@@ -80,7 +80,7 @@ CURVES = {  # section of the page -> its charts
         Curve("Decode steps", "running steps", {"rollout/running_steps": "slowest worker"}),
         Curve("Tokens of a row in a step", "tokens", {"rollout/tokens_per_row_step": "1: none was drafted and right"}),
         Curve("Rows used", "share", {"rollout/row_utilisation": "rows that decode"}),
-        Curve("Restarts", "workers", {"cluster/restarts": "so far"}, only_if_not_zero=True),
+        Curve("Restarts", "workers", {"cluster/restarts": "since this start"}, only_if_not_zero=True),
     ),
     "predictor": (
         Curve(
