@@ -70,12 +70,13 @@ class Screen:
         self._write_log(printable(text))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Bring the view up to date, or print the step's line."""
+        """Bring the view up to date, or print the step's line; of a step that is there already its evaluation."""
         self._step = step
+        is_known = bool(self._marks) and self._marks[-1][0] == step
         self._marks.append((step, time.monotonic()))
         (first_step, first_time), (_, last_time) = self._marks[0], self._marks[-1]
         self._rate = (last_time - first_time) / (step - first_step) if step > first_step else metrics.get("timing/step")
-        said = written(metrics, LINE)
+        said = written(metrics, LINE)[-1 if is_known else 0 :]
         text = "  ".join(filter(None, [self._position(), *said, self._time_left()]))
         self._write_log(text)
         if not self._progress:

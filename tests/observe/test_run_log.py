@@ -104,14 +104,20 @@ def test_what_is_measured_later_is_added_to_the_line_of_its_step(tmp_path, capsy
     assert "eval/accuracy" not in logger.record_of(2) and logger.record_of(3) is None
     logger.add_to_step(2, {"eval/accuracy": 0.25, "eval/nothing": float("nan")})
     logger.log_step(3, {"reward/mean": 0.3}, [])
+    logger.add_to_step(3, {"eval/accuracy": 0.5})
     logger.close()
     records = list(read_records(tmp_path / "metrics.jsonl"))
     assert [(record["step"], record["reward/mean"], record.get("eval/accuracy")) for record in records] == [
         (1, 0.1, None),
         (2, 0.2, 0.25),
-        (3, 0.3, None),
+        (3, 0.3, 0.5),
     ]
-    assert "step 2/9  reward 0.200  held-out accuracy 0.250" in capsys.readouterr().out
+    lines = [
+        "step 2/9  reward 0.200  held-out accuracy 0.250",
+        "step 3/9  reward 0.300",
+        "step 3/9  held-out accuracy 0.500",
+    ]
+    assert capsys.readouterr().out.splitlines()[-3:] == lines
 
 
 def test_a_new_run_sets_older_files_aside(tmp_path):
