@@ -24,7 +24,8 @@ from infsample_rl.reward.user_function import import_function
 
 IN_PROCESSES = ("rule", "user")  # kinds of functions
 MODEL_PREFIX = "model:"
-METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
+# reward/... and eval/... of the run itself, whose names no function may take
+METRICS_OF_RUN = ("mean", "std", "failed", "groups_with_signal", "accuracy", "length_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
         elif kind_of(short) == "model":
             short = MODEL_PREFIX + os.path.basename(short.removeprefix(MODEL_PREFIX).rstrip("/"))
         numbered = (short if number == 1 else f"{short}_{number}" for number in count(1))
-        names.append(next(name for name in numbered if name not in (*METRICS_OF_REWARD, *names)))
+        names.append(next(name for name in numbered if name not in (*METRICS_OF_RUN, *names)))
     return names
 
 

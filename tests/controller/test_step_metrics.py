@@ -22,6 +22,7 @@ from infsample_rl.controller.step_metrics import (
     update_metrics,
 )
 from infsample_rl.learner.update_sums import UpdateSums
+from infsample_rl.reward.functions import METRICS_OF_RUN
 from infsample_rl.types import Forecast, MicroGroupHeader, Prompt, RewardResult, StreamEnd, WorkerPhases
 
 UPDATES = [(0.1, 1.0, 0.0), (0.9, 0.0, 1.0), (0.2, 3.0, 0.0)]
@@ -87,6 +88,12 @@ def test_evaluation_leaves_failed_rewards_out_and_tells_sources_apart():
         for sample in group.samples:
             sample.reward = None
     assert evaluation_metrics(groups, 2)["eval/accuracy"] is None
+
+
+def test_no_function_takes_a_name_of_the_run_itself():
+    found = sample_metrics(book()) | evaluation_metrics(book(), 2)
+    own = {name.partition("/")[2] for name in found if name.startswith(("reward/", "eval/"))}
+    assert {name for name in own if name.isidentifier()} == set(METRICS_OF_RUN)
 
 
 def end(worker, running_steps, row_utilisation, peak_kv_bytes):

@@ -97,6 +97,7 @@ def test_a_module_beside_the_file_can_be_imported(tmp_path):
         ),
         (["a.py:length_2", "b.py:length", "c.py:length"], ["length_2", "length", "length_3"]),
         (["a.py:mean", "b.py:mean", "a.py:failed"], ["mean_2", "mean_3", "failed_2"]),  # the run's own: reward/mean
+        (["a.py:accuracy", "b.py:format"], ["accuracy_2", "format"]),  # eval/accuracy
     ],
 )
 def test_component_names_are_short_and_different(names, short):
