@@ -31,7 +31,8 @@ def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     device, host = _state(config, model)
     device |= _reference(config, model, host)
     beside = beside_steps(config, model, device)
-    device |= row_lines(config, model) | _buckets(config)
+    rows = (row_lines(config, model), _teacher_row(config, model))
+    device |= max(rows, key=lambda lines: sum(lines.values())) | _buckets(config)
     device["loading, publishing or saving, beyond a step"] = beside - sum(device.values())
     return {name: size for name, size in device.items() if size > 0}, host
 
@@ -187,18 +188,53 @@ def learner_row(config: Config) -> RowGroups:
     return row_groups(*lengths, config.learner.max_tokens_per_micro_batch, config.rollout.group_size, prompts)
 
 
+def frozen_row(config: Config, model: ModelOutline, row: RowGroups, *, on_gpu: bool) -> Lines:
+    """The fullest moment of a row of a reference or a teacher, which has no gradient."""
+    dtype = getattr(torch, config.model.dtype)
+    settings = RowSettings(
+        model=model,
+        dtype=dtype,
+        learner=config.learner,
+        masters=False,
+        on_gpu=on_gpu,
+        flex_attention=on_gpu and takes_flex_attention(model.kv.head_dim, dtype),
+        head_fp32=config.model.lm_head_fp32,
+        with_gradient=False,
+        top_k=config.objective.teacher_top_k,
+    )
+    return fullest_moment(settings, row)
+
+
 def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:
-    """The frozen copy of reference.placement=learner; with LoRA there is none. Its row is smaller than the one that is
-    trained after it."""
-    reads, placement = config.objective.reference_in_loss, config.reference.placement
-    if not reads or placement != "learner" or config.learner.lora_rank > 0:
+    """The frozen copy of reference.placement=learner; with LoRA there is none."""
+    if not _has_copy(config):
         return {}
-    size = getattr(torch, config.model.dtype).itemsize
+    count, size = model.reference_of(config).num_parameters, getattr(torch, config.model.dtype).itemsize
     ranks = config.cluster.learner_ranks if config.learner.grad_sync == "every_row" else 1
     if config.reference.offload and config.cluster.learner_gpus > 0:
-        host["reference"] = size * model.num_parameters // ranks
+        host["reference"] = size * count // ranks
         return {}  # its layers are there one at a time, in its own pass, before there are activations
-    return {"reference": size * model.num_parameters // ranks}
+    return {"reference": size * count // ranks}
+
+
+def _teacher_row(config: Config, model: ModelOutline) -> Lines:
+    """The fullest row under a frozen copy that is another model, which may be larger than the one that is trained
+    after it, and what is there of its weights for that time alone. Empty where it is the policy's own."""
+    if not _has_copy(config) or (teacher := model.reference_of(config)) is model:
+        return {}
+    on_gpu, size = config.cluster.learner_gpus > 0, getattr(torch, config.model.dtype).itemsize
+    lines = frozen_row(config, teacher, learner_row(config), on_gpu=on_gpu)
+    is_sharded = config.cluster.learner_ranks > 1 and config.learner.grad_sync == "every_row"
+    if is_sharded or (config.reference.offload and on_gpu):
+        lines["reference: two layers"] = 2 * size * teacher.layer_parameters
+        lines["reference: embeddings and head"] = size * teacher.root_parameters
+    return lines
+
+
+def _has_copy(config: Config) -> bool:
+    """Whether a learner rank has a model beside the policy."""
+    reads, on_learner = config.objective.reference_in_loss, config.reference.placement == "learner"
+    return reads and on_learner and config.learner.lora_rank == 0
 
 
 def _buckets(config: Config) -> Lines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,21 @@ class ModelOutline:
     def traces(self) -> dict[Any, Any]:
         """Rows that have been traced, by what decides about them (row_memory.py): of each what its moments hold."""
         return {}
+
+    @cached_property
+    def others(self) -> dict[str, ModelOutline]:
+        """Other models by path, kept so that their rows are traced once."""
+        return {}
+
+    def reference_of(self, config: Config) -> ModelOutline:
+        """The reference or teacher of a run whose policy this is: itself where it has no path of its own."""
+        path = config.reference.path
+        if path is None or path == config.model.path:
+            return self
+        if path not in self.others:
+            architecture = load_model_config(replace(config.model, path=path), "reference.path")
+            self.others[path] = replace(self, architecture=architecture)
+        return self.others[path]
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from infsample_rl.config import Config
-from infsample_rl.model.loading import load_model_config
-from infsample_rl.model.packed_attention import takes_flex_attention
 from infsample_rl.plan.devices import Device, gpu_of, host
-from infsample_rl.plan.learner_memory import learner_lines, resting_bytes, row_groups
+from infsample_rl.plan.learner_memory import frozen_row, learner_lines, resting_bytes, row_groups
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.plan.rollout_memory import rollout_lines
-from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,25 +118,12 @@ def _together(config: Config, model: ModelOutline, learner: dict[str, int]) -> d
 
 def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
     """A process of a reference worker: weights or its shard of them, and the fullest row it runs, without gradient."""
-    dtype = getattr(torch, config.model.dtype)
-    if config.reference.path not in (None, config.model.path):
-        other = replace(config.model, path=config.reference.path)
-        model = replace(model, architecture=load_model_config(other, "reference.path"))
-    settings = RowSettings(
-        model=model,
-        dtype=dtype,
-        learner=config.learner,
-        masters=False,
-        on_gpu=config.cluster.reference_gpus > 0,
-        flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
-        head_fp32=config.model.lm_head_fp32,
-        with_gradient=False,
-        top_k=config.objective.teacher_top_k,
-    )
+    model = model.reference_of(config)
     lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     row = row_groups(*lengths, config.reference.max_tokens_per_micro_batch, config.rollout.micro_group, 1)
-    ranks, size = config.cluster.reference_ranks, dtype.itemsize
-    lines = {"weights": size * model.num_parameters // ranks} | fullest_moment(settings, row)
+    ranks, size = config.cluster.reference_ranks, getattr(torch, config.model.dtype).itemsize
+    lines = {"weights": size * model.num_parameters // ranks}
+    lines |= frozen_row(config, model, row, on_gpu=config.cluster.reference_gpus > 0)
     if ranks == 1:
         return lines
     gathered = {"gathered: two layers": 2 * size * model.layer_parameters}

@@ -25,7 +25,7 @@ from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.plan import learner_memory
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.devices import host
-from infsample_rl.plan.learner_memory import beside_steps
+from infsample_rl.plan.learner_memory import beside_steps, frozen_row, learner_lines, learner_row, row_lines
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_processes, plan_role
@@ -162,6 +162,29 @@ def test_what_a_teachers_likely_ids_take_is_counted(tmp_path):
         planned.append({role.process.role: role.process.sum_bytes for role in plan.roles})
     grown = {role for role in planned[0] if planned[1][role] > planned[0][role]}
     assert grown == {"learner", "reference"} and planned[1]["rollout"] == planned[0]["rollout"]
+
+
+def test_a_teacher_on_the_learner_has_its_own_size_and_its_own_row(tmp_path):
+    sizes = {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 16384, "num_attention_heads": 4}
+    Qwen3Config(**sizes, num_key_value_heads=4, head_dim=128, vocab_size=60_000).save_pretrained(tmp_path)
+    config, model = settings(
+        "objective.distill_coef=1",
+        f"reference.path={tmp_path}",
+        "reference.placement=learner",
+        "cluster.learner_gpus=1",
+    )
+    teacher, own = model.reference_of(config), with_settings(config, reference__path=config.model.path)
+    count = teacher.num_parameters
+    assert model.reference_of(own) is model and count > 2 * model.num_parameters
+    lines, of_own = learner_lines(config, model)[0], learner_lines(own, model)[0]
+    assert lines["reference"] == 4 * count and of_own["reference"] == 4 * model.num_parameters
+    row = frozen_row(config, teacher, learner_row(config), on_gpu=True)
+    assert row.items() <= lines.items() and sum(row_lines(config, model).values()) < sum(row.values())
+    shared = learner_lines(with_settings(config, cluster__learner_ranks=2), model)[0]
+    assert shared["reference"] == 2 * count and shared["reference: two layers"] == 8 * teacher.layer_parameters
+    moved, host_lines = learner_lines(with_settings(config, reference__offload=True), model)
+    assert host_lines["reference"] == 4 * count and "reference" not in moved
+    assert moved["reference: embeddings and head"] == 4 * teacher.root_parameters
 
 
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
