@@ -52,7 +52,7 @@ def sample_metrics(groups: StepGroups) -> Metrics:
     metrics: Metrics = {
         "reward/mean": statistics.fmean(rewards) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
-        "reward/failed": len(samples) - len(rewards),
+        "reward/failed": _num_failed(samples),
         "reward/groups_with_signal": statistics.fmean(group.has_signal for group in groups.groups),
         "response/length_mean": statistics.fmean(lengths),
         "response/length_std": float(np.std(lengths)),
@@ -66,6 +66,11 @@ def sample_metrics(groups: StepGroups) -> Metrics:
     by_source = {f"reward/mean/{source}": mean for source, mean in _means_by_source(groups).items()}
     of_functions = {f"reward/{name}": mean for name, mean in _component_means(samples).items()}
     return metrics | of_functions | by_source | _episode_metrics(samples)
+
+
+def _num_failed(samples: list[SampleRecord]) -> int:
+    """Samples of which functions gave no reward: where a run has none, to distil without rewards, nothing failed."""
+    return sum(sample.reward is None and bool(sample.components) for sample in samples)
 
 
 def _episode_metrics(samples: list[SampleRecord]) -> Metrics:
@@ -115,7 +120,7 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
         "eval/pass@1": statistics.fmean(first) if first else None,
         f"eval/mean@{samples}": accuracy,
         "eval/length_mean": statistics.fmean(sample.length for sample in everything),
-        "eval/failed": len(everything) - len(rewards),
+        "eval/failed": _num_failed(everything),
         **{f"eval/{name}": mean for name, mean in _component_means(everything).items()},
         **{f"eval/accuracy/{source}": mean for source, mean in _means_by_source(groups).items()},
     }

@@ -202,7 +202,9 @@ def always_clipped(config: Config, steps: Steps) -> Verdict:
 
 
 def failing_rewards(config: Config, steps: Steps) -> Verdict:
-    """Samples whose reward function failed teach nothing."""
+    """Samples whose reward function failed teach nothing, where rewards train at all."""
+    if config.objective.reward_coef == 0:
+        return None
     failed, samples = steps.last(3, "reward/failed"), steps.last(3, "response/samples")
     share = sum(failed) / sum(samples) if failed and samples else 0.0
     if share < FAILED_SHARE:

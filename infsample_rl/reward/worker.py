@@ -159,7 +159,8 @@ class RewardWorker:
         for column in scored.values():  # nor does any other function's value count of what its failure cut off
             pairs = zip(column.values, failed.problems, strict=True)
             column.values = [None if problem else value for value, problem in pairs]
-        rewards = weighted_sums([*scored.values(), failed], len(texts))
+        # of no function there is nothing that could fail: objective.reward_coef=0 needs none
+        rewards = weighted_sums([*scored.values(), failed] if scored else [], len(texts))
         problems = [(ENVIRONMENT, failed.problems), *((name, column.problems) for name, column in scored.items())]
         self._scored += 1
         return RewardResult(

@@ -96,6 +96,13 @@ def test_no_function_takes_a_name_of_the_run_itself():
     assert {name for name in own if name.isidentifier()} == set(METRICS_OF_RUN)
 
 
+def test_without_a_function_no_reward_has_failed():
+    groups = book()
+    for sample in (sample for group in groups.groups for sample in group.samples):
+        sample.reward, sample.components = None, {}
+    assert sample_metrics(groups)["reward/failed"] == evaluation_metrics(groups, 2)["eval/failed"] == 0
+
+
 def end(worker, running_steps, row_utilisation, peak_kv_bytes):
     stats = {"running_steps": running_steps, "row_utilisation": row_utilisation, "peak_kv_bytes": peak_kv_bytes}
     stats |= {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0}

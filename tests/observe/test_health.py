@@ -90,6 +90,8 @@ CASES = [
     ("failing_rewards", [], [(20, {"reward/failed": 6})], [(3, {"reward/failed": 20})]),
     ("failing_rewards", [], [(20, {"reward/failed": 20, "response/samples": 384})], [(3, {"reward/failed": 60,
     "response/samples": 384})]),
+    ("failing_rewards", ["reference.path=x", "objective.distill_coef=1", "objective.reward_coef=0"], [(20,
+    {"reward/failed": 128})], None),
     ("growing_mismatch", ["objective.mismatch_stop_float32=0.0001"], [(20, {MAX: 6e-5})], [(5, {}), (5, {MAX: 6e-5})]),
     ("growing_mismatch", ["model.dtype=bfloat16"], [(5, {}), (20, {MEAN: 0.02})], [(5, {}), (5, {MEAN: 0.03})]),
     ("stale_samples", ["run.max_staleness=1"], [(20, {"learner/engine_ess": 0.7})], [(5, {"learner/engine_ess": 0.4})]),

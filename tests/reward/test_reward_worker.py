@@ -7,7 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+)
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.reward.worker import RewardWorker, Scored, weighted_sums
 from infsample_rl.types import Completion, Episode, Prompt
@@ -35,7 +44,7 @@ def open_worker(tiny_qwen3, user_file):
     """Builds a worker from function names (":name" is one of the user file) and closes it after the test."""
     workers = []
 
-    def build(*functions, stop_strings=(), factory=None, **settings) -> RewardWorker:
+    def build(*functions, stop_strings=(), factory=None, teacher=None, **settings) -> RewardWorker:
         entries = [function if isinstance(function, dict) else {"name": function} for function in functions]
         listed = [RewardFunctionConfig(**entry) for entry in entries]
         for function in listed:
@@ -45,6 +54,8 @@ def open_worker(tiny_qwen3, user_file):
             data=DataConfig(source="kk"),
             rollout=RolloutConfig(stop_strings=list(stop_strings)),
             environment=EnvironmentConfig(factory=factory),
+            objective=ObjectiveConfig(reward_coef=0.0, distill_coef=1.0) if teacher else ObjectiveConfig(),
+            reference=ReferenceConfig(path=teacher),
             reward=RewardConfig(functions=listed, **settings),
         )
         workers.append(RewardWorker(config))
@@ -65,6 +76,12 @@ def test_completions_are_decoded_without_special_tokens(open_worker):
     assert before <= result.started_at <= result.finished_at <= time.time()
     (nothing,) = worker.score([(PROMPT, [])])
     assert (nothing.rewards, nothing.components, nothing.failures) == ([], {"gsm8k": [], "brevity": []}, [])
+
+
+def test_where_no_function_is_asked_nothing_fails(open_worker):
+    worker = open_worker(teacher="teacher")
+    (result,) = worker.score([(PROMPT, [completion_of(worker, index, "3") for index in range(2)])])
+    assert (result.rewards, result.components, result.failures) == ([None, None], {}, [])
 
 
 @pytest.mark.parametrize("functions", [["gsm8k"], ["gsm8k", "environment"], ["environment"]])
