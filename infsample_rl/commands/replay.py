@@ -12,6 +12,7 @@ input is wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
                 totals = loss_totals(batch, config)
                 for row in plan:
                     worker.accumulate(row, totals, ids.get(id(row)))
+    groups = [dataclasses.replace(group, needs_rewards=objective.reward_coef > 0) for group in recorded.groups]
+    recorded = dataclasses.replace(recorded, groups=groups)
                 is_last = epoch + 1 == objective.epochs and batch is batches[-1]
                 reports.append(worker.step(totals, is_last=is_last))
     finally:

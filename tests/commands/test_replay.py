@@ -97,24 +97,40 @@ def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys
     assert "learner/grad_norm" in shown and "relative" in shown
 
 
-@pytest.mark.parametrize("adapters", [[], ["learner.lora_rank=2", "learner.lora_alpha=4"]])
-def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, tiny_qwen3, tmp_path, adapters):
-    other = load_model(recorded_run.config.model)
+@pytest.fixture
+def other(recorded_run, tmp_path):
+    """A folder with another model than the run's."""
+    model, folder = load_model(recorded_run.config.model), tmp_path / "other"
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in model.parameters():
             parameter.mul_(1.1)
-    other.save_pretrained(tmp_path / "other")
-    load_tokenizer(recorded_run.config.model).save_pretrained(tmp_path / "other")
+    model.save_pretrained(folder)
+    load_tokenizer(recorded_run.config.model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("adapters", [[], ["learner.lora_rank=2", "learner.lora_alpha=4"]])
+def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, other, adapters):
     recorded = read_recording(recorded_run.folder, 1)
 
     def kl(*changes: str) -> float:
         config = replay.replay_config(recorded_run.folder, [*adapters, *changes])
         return replay.replay(config, recorded, None)["learner/kl"]
 
-    own = kl(f"reference.path={tmp_path / 'other'}")
+    own = kl(f"reference.path={other}")
     assert own > 1e-4 and kl() < 1e-6
     if not adapters:
-        assert own == pytest.approx(kl(f"reference.path={tmp_path / 'other'}", "reference.placement=learner"), rel=1e-5)
+        assert own == pytest.approx(kl(f"reference.path={other}", "reference.placement=learner"), rel=1e-5)
+
+
+def test_a_step_that_was_distilled_without_rewards_is_trained(recorded_run, other):
+    recorded = read_recording(recorded_run.folder, 1)
+    for sample in (sample for group in recorded.groups for sample in group.samples):
+        sample.reward, sample.advantages = None, (0.0,)
+    settings = ["objective.reward_coef=0", "objective.distill_coef=1", "objective.kl=none", "objective.kl_coef=0"]
+    config = replay.replay_config(recorded_run.folder, [*settings, f"reference.path={other}"])
+    found = replay.replay(config, recorded, None)
+    assert found["learner/skipped_updates"] == 0 and found["learner/grad_norm"] > 1e-4
 
 
 def test_a_recording_holds_every_sample_as_it_was(recorded_run):
