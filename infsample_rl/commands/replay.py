@@ -34,6 +34,18 @@ from infsample_rl.learner.row_plan import RowPlanner, assemble
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.types import Completion, ReferenceResult, TrainingSample
 
+# of sections that made what is recorded, the settings that the update reads too
+READ: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("data", "environment", "reward", "logging"), ()),
+    "rollout": ("temperature", "max_new_tokens"),
+    "run": ("deterministic",),
+}
+IN_ADVANTAGES = (
+    *("objective.advantage", "objective.turn_credit", "objective.kl_reward_coef"),
+    *("objective.overlong_buffer_tokens", "objective.overlong_penalty"),
+    *("objective.dynamic_sampling", "objective.dynamic_sampling_rounds"),
+)
+
 
 @dataclass(kw_only=True)
 class ReplayOptions:
@@ -51,10 +63,13 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     ours += ["cluster.rollout_workers=1", "cluster.rollout_gpus=0"]
     ours += ["objective.kl_reward_coef=0"]  # it is in the recorded advantages
     for override in overrides:
-        section, _, key = override.partition("=")[0].lstrip("+~").partition(".")
-        is_read = section not in ("data", "reward", "logging", "rollout") or key in ("temperature", "max_new_tokens")
-        if not is_read:  # it made what is recorded, and the update does not read it
-            raise ValueError(f"{override} would change nothing: samples, rewards and advantages are the recorded ones")
+        name = override.partition("=")[0].lstrip("+~")
+        section, _, key = name.partition(".")
+        if key not in READ.get(section, (key,)) or name in IN_ADVANTAGES:
+            raise ValueError(
+                f"{override} has no part in a replay: samples, rewards and advantages are the recorded ones; leave it "
+                "out"
+            )
     return load_run_config(run_dir, [*ours, *overrides])
 
 
@@ -75,6 +90,8 @@ def start_of(run_dir: Path, step: int) -> Path | None:
 def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> Metrics:
     """Metrics of the recorded step's updates, made from `checkpoint`."""
     reports, objective = [], config.objective
+    groups = [dataclasses.replace(group, needs_rewards=objective.reward_coef > 0) for group in recorded.groups]
+    recorded = dataclasses.replace(recorded, groups=groups)
     batches = mini_batches(recorded.groups, objective.mini_batches)
     references = _reference_logprobs(recorded, config)
     plans = [list(_rows(batch, recorded, references, config)) for batch in batches]
@@ -90,8 +107,6 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
                 totals = loss_totals(batch, config)
                 for row in plan:
                     worker.accumulate(row, totals, ids.get(id(row)))
-    groups = [dataclasses.replace(group, needs_rewards=objective.reward_coef > 0) for group in recorded.groups]
-    recorded = dataclasses.replace(recorded, groups=groups)
                 is_last = epoch + 1 == objective.epochs and batch is batches[-1]
                 reports.append(worker.step(totals, is_last=is_last))
     finally:

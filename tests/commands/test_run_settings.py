@@ -100,6 +100,20 @@ def test_a_setting_of_the_run_is_blamed_on_the_runs_own_file(run, monkeypatch):
             load_run_config(run, ["learner.max_tokens_per_micro_batch=16"])
 
 
-def test_replay_refuses_what_is_recorded(run):
-    with pytest.raises(ValueError, match="rollout.group_size=9 would change nothing"):
-        replay.replay_config(run, ["learner.lr=1e-3", "rollout.group_size=9"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.group_size=9",
+        "environment.straggler_s=9",
+        "run.seed=9",
+        "run.max_staleness=1",
+        "objective.advantage=rloo",
+        "objective.overlong_penalty=2",
+        "objective.turn_credit=turn",
+        "objective.kl_reward_coef=0.1",
+        "objective.dynamic_sampling=true",
+    ],
+)
+def test_replay_refuses_what_is_recorded(run, override):
+    with pytest.raises(ValueError, match=f"{override} has no part in a replay: .* leave it out"):
+        replay.replay_config(run, ["learner.lr=1e-3", override])
