@@ -220,7 +220,7 @@ def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
 def timing_metrics(groups: StepGroups, update: UpdateReport, *, started: float) -> Metrics:
     """Seconds of a step's phases, up to now."""
     decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(update.sampled))
-    tokens = sum(sample.length for group in groups.groups for sample in group.samples)
+    tokens = sum(sample.length - sample.observed for group in groups.groups for sample in group.samples)
     ranks = {rank for rank, _, _ in update.row_times}
     overlapped = sum(max(0.0, min(end, beside) - begin) for _, begin, end in update.row_times)
     return {

@@ -81,7 +81,9 @@ def accuracy_text(records: list[dict[str, Any]]) -> str:
 
 
 def sampled_text(steps: list[dict[str, Any]]) -> str:
-    """Tokens sampled in the steps (evaluations apart) and tokens a second of step time."""
-    tokens, seconds = (sum(series(steps, name)[1]) for name in ("response/tokens", "timing/step"))
+    """Tokens sampled in the steps (evaluations and observations apart) and tokens a second of step time."""
+    names = ("response/tokens", "environment/observed_tokens", "timing/step")
+    responses, observed, seconds = (sum(series(steps, name)[1]) for name in names)
+    tokens = responses - observed
     speed = f", {tokens / seconds:,.0f} tokens/s over {duration(seconds)} of steps" if seconds > 0 else ""
     return f"{tokens:,.0f} tokens{speed}"

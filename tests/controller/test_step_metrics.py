@@ -175,7 +175,8 @@ def test_timing_of_overlap_and_leads():
     groups = book()  # the last sample ends at 11
     groups.started_at = 5.0
     rows = [(0, 10.4, 10.6), (1, 10.4, 10.9), (0, 10.8, 11.5), (1, 11.0, 11.5)]
-    metrics = timing_metrics(groups, UpdateReport([], rows, groups, backward_done=12.0, ended=12.5), started=5.0)
+    update = UpdateReport([], rows, groups, backward_done=12.0, ended=12.5)
+    metrics = timing_metrics(groups, update, started=5.0)
     assert (
         metrics["timing/rollout"] == 6.0
         and metrics["timing/backward_after_rollout"] == 1.0
@@ -184,6 +185,8 @@ def test_timing_of_overlap_and_leads():
     assert metrics["timing/overlap"] == pytest.approx((0.2 + 0.5 + 0.2) / 2)  # of two ranks
     assert metrics["timing/backward_lead"] == pytest.approx(0.6) and metrics["timing/reward_lead"] == 2.0
     assert metrics["timing/tokens_per_s"] == pytest.approx(20 / 6)
+    groups.groups[0].samples[1].observed = 3  # of 4 tokens: an environment gave them
+    assert timing_metrics(groups, update, started=5.0)["timing/tokens_per_s"] == pytest.approx(17 / 6)
 
 
 def test_timing_of_a_step_whose_samples_were_drawn_before():

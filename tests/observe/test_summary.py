@@ -61,13 +61,16 @@ def test_summary_of_a_hand_written_run(tmp_path):
     ]
 
 
+ONE_STEP = {"step": 1, "reward/mean": 0.5, "response/length_mean": 4.0, "response/tokens": 32}
+
+
 @pytest.mark.parametrize(
     ("records", "expected"),
     [
         ([], ["a $tiny_run$: 0 steps", "not evaluated", "none measured", "none measured", "0 tokens"]),
         (
-            [{"step": 1, "reward/mean": 0.5, "response/length_mean": 4.0, "response/tokens": 32}],
-            ["a $tiny_run$: 1 steps", "not evaluated", "0.500 (one step)", "4.0 tokens (one step)", "32 tokens"],
+            [ONE_STEP | {"environment/observed_tokens": 12}],
+            ["a $tiny_run$: 1 steps", "not evaluated", "0.500 (one step)", "4.0 tokens (one step)", "20 tokens"],
         ),
         (
             [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "reward/mean": -2.0}, {"step": 2, "reward/mean": 3.0}],
