@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 WITH_SAMPLES = ("completions.jsonl", "report.html")
+LONGEST_NAME = 250  # characters of a metric
 LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
 MOST_PARAMETERS = 100  # in a request
 # its own would wait for minutes
@@ -113,5 +115,9 @@ def _refused(uri: str) -> Iterator[None]:
 
 
 def mlflow_name(name: str) -> str:
-    """MLflow's names have no @. Example: mlflow_name("eval/pass@1") == "eval/pass_at_1" """
-    return name.replace("@", "_at_")
+    """The name as MLflow takes one: of few kinds of characters, and a path in which no part is empty, "." or "..".
+
+    mlflow_name("eval/pass@1") -> "eval/pass_at_1"; mlflow_name("reward/f/acc%") -> "reward/f/acc_"
+    """
+    known = re.sub(r"[^\w.\-/ :]", "_", name.replace("@", "_at_"))
+    return re.sub(r"(?<![^/])\.{0,2}(?![^/])", "_", known)[:LONGEST_NAME].rstrip("/.")

@@ -10,6 +10,7 @@ import pytest
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.checks import prepare
+from infsample_rl.observe.trackers.mlflow_tracker import LONGEST_NAME, mlflow_name
 
 needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install -e .[mlflow]")
 
@@ -32,6 +33,21 @@ def test_without_mlflow_the_setting_is_refused_in_one_line_before_anything_is_wr
     assert not (tmp_path / "run").exists()
 
 
+NAMES = {  # as they are reported: as MLflow takes them
+    "eval/pass@1": "eval/pass_at_1",
+    "reward/f/acc%": "reward/f/acc_",
+    "reward/f/len(chars)": "reward/f/len_chars_",
+    "reward/f/a=b": "reward/f/a_b",
+    "reward/f//../": "reward/f/_/_/_",
+    "reward/f/größe 1.5-x": "reward/f/größe 1.5-x",
+    f"reward/f/{300 * 'x'}": f"reward/f/{300 * 'x'}"[:LONGEST_NAME],
+}
+
+
+def test_a_reported_name_is_changed_to_one_that_mlflow_takes():
+    assert {name: mlflow_name(name) for name in NAMES} == NAMES
+
+
 @needs_mlflow
 def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, tmp_path, monkeypatch):
     from mlflow import MlflowClient
@@ -52,6 +68,8 @@ def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, 
     assert points == {(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)}
     assert run.data.metrics["eval/pass_at_1"] == 0.5 and run.data.params["run.name"] == "tiny"
     assert {"config.yaml", "completions.jsonl"} <= {file.path for file in client.list_artifacts(run_id)}
+    for name in NAMES:  # its own store refuses any other
+        client.log_metric(run_id, mlflow_name(name), 1.0)
 
 
 @needs_mlflow
