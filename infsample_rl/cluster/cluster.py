@@ -32,6 +32,7 @@ from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import LossTotals
 
 CLOSE_S = 10.0  # for what engines have started to end
+PEAK = "memory/learner_peak_bytes"
 
 
 class Cluster:
@@ -152,10 +153,12 @@ class LearnerRanks:
         self._weights.forget_learner()
 
     def step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float | None]:
-        """Step the optimizer on every rank, for the last time in this step or not; rank 0's metrics, equal on all."""
+        """Step the optimizer on every rank, for the last time in this step or not; metrics, which are equal on all but
+        for the memory: the fullest rank's."""
         self._weights.learner_has_moved = True
         limit = self._config.cluster.progress_timeout_s
-        return self._calls.ask("learner", "optimizer step", lambda rank: rank.step.remote(totals, is_last), limit)[0]
+        answers = self._calls.ask("learner", "optimizer step", lambda rank: rank.step.remote(totals, is_last), limit)
+        return answers[0] | {PEAK: max(answer[PEAK] for answer in answers)}
 
     def save(self, folder: str) -> None:
         """Write the learner's checkpoint into `folder`."""

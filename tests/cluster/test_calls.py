@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
+from infsample_rl.cluster.cluster import LearnerRanks
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.workers import StepLost, WorkerLost
-from infsample_rl.types import EngineFailed
+from infsample_rl.config.loading import load_config
+from infsample_rl.types import EngineFailed, LossTotals
 from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
 
@@ -104,3 +107,10 @@ def test_a_rank_that_is_gone_loses_the_step_whatever_the_others_raise(fake_ray):
     ranks = [Handle(step=Method(raised(RuntimeError("Connection reset by peer")))), Handle(status=Method(DIED))]
     with pytest.raises(StepLost, match="learner rank 1: gone, and so learner rank 0: Connection reset by peer"):
         make_calls(learner=ranks).ask("learner", "optimizer step", lambda rank: rank.step.remote(), 1.0, only=[0])
+
+
+def test_of_the_ranks_metrics_the_memory_is_the_fullest_ranks(fake_ray):
+    ranks = [Handle(step=Method({"learner/lr": 0.1, "memory/learner_peak_bytes": peak})) for peak in (3.0, 7.0, 5.0)]
+    learner = LearnerRanks(load_config([]), make_calls(learner=ranks), None, SimpleNamespace())
+    totals = LossTotals(num_sequences=1, num_tokens=1, length_normalizer=1)
+    assert learner.step(totals, is_last=True) == {"learner/lr": 0.1, "memory/learner_peak_bytes": 7.0}
