@@ -41,16 +41,15 @@ class DecodeTime:
 
 
 def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
-    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many
-    tokens. Where the file has the tokens too, of enough prompts and samples, drafted ones are counted: with
-    rollout.speculate=auto as many as take least time."""
-    rollout = config.rollout
-    prompts = -(-config.data.prompts_per_step // config.cluster.rollout_workers)
-    size_simulated = min(rollout.group_size, MOST_SIMULATED)
-    num_groups = min(prompts, MOST_SIMULATED // size_simulated)
+    """Running steps on `device`, what there is for weights and pool, from recorded `lengths`, cut at
+    rollout.max_new_tokens; without any every response has that many tokens. Where the file has the tokens too, of
+    enough prompts and samples, drafted ones are counted: with rollout.speculate=auto as many as take least time."""
+    rollout, samples = config.rollout, _samples(config)
+    size, simulated = min(rollout.group_size, MOST_SIMULATED), min(samples, MOST_SIMULATED)
+    sizes = [min(size, simulated - first) for first in range(0, simulated, size)]
     recorded = [] if lengths is None else read_recordings(lengths)
-    texts = _texts(recorded, num_groups, size_simulated, rollout.max_new_tokens)
-    groups = _groups(config, num_groups, size_simulated, recorded)
+    texts = _texts(recorded, sizes, rollout.max_new_tokens)
+    groups = _groups(config, sizes, recorded)
     drafting = drafts_tokens(config, model)
     if not drafting or texts is None:
         tried = [0]
@@ -60,10 +59,17 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
     return replace(
         best,
         lengths="every response as long as it may be" if lengths is None else lengths.name,
-        samples=prompts * rollout.group_size,
-        running_steps=round(best.running_steps * prompts * rollout.group_size / best.simulated_samples),
+        samples=samples,
+        running_steps=round(best.running_steps * samples / simulated),
         drafts=None if drafting and texts is None else best.drafts,
     )
+
+
+def _samples(config: Config) -> int:
+    """Of a step those of the worker that has most: they are dealt one by one, but whole groups where the first to
+    finish are kept."""
+    dealt = config.rollout.group_size if config.rollout.schedule == "dynamic_slot" else 1
+    return dealt * -(-config.samples_per_step // (dealt * config.cluster.rollout_workers))
 
 
 def _time(
@@ -96,7 +102,7 @@ def _time(
     queries = (found.busy_row_steps + found.drafted_tokens) / found.running_steps
     own = sum(length * (length - 1) // 2 for group in groups for length in group) / found.tokens * queries
     # of the fewest prompts that so many rows are of
-    resident = min(rollout.most_prompts, len(groups), rows / rollout.group_size) * config.data.max_prompt_tokens
+    resident = min(rollout.most_prompts, len(groups), rows / len(groups[0])) * config.data.max_prompt_tokens
     read = size * model.parameters_read + token_bytes * (own + resident)
     return DecodeTime(
         lengths="",
@@ -111,23 +117,26 @@ def _time(
     )
 
 
-def _groups(config: Config, prompts: int, size: int, recorded: list[Recording]) -> list[list[int]]:
-    """Lengths of `prompts` groups of `size`; recorded ones are taken in turn, also the samples of a prompt that has
+def _groups(config: Config, sizes: list[int], recorded: list[Recording]) -> list[list[int]]:
+    """Lengths of groups of these sizes; recorded ones are taken in turn, also the samples of a prompt that has
     fewer."""
     cap = config.rollout.max_new_tokens
     if not recorded:
-        return [[cap] * size] * prompts
-    chosen = [recorded[index % len(recorded)].lengths for index in range(prompts)]
-    return [[min(cap, group[index % len(group)]) for index in range(size)] for group in chosen]
+        return [[cap] * size for size in sizes]
+    chosen = [recorded[index % len(recorded)].lengths for index in range(len(sizes))]
+    return [
+        [min(cap, group[index % len(group)]) for index in range(size)]
+        for size, group in zip(sizes, chosen, strict=True)
+    ]
 
 
-def _texts(recorded: list[Recording], prompts: int, size: int, cap: int) -> list[Text] | None:
+def _texts(recorded: list[Recording], sizes: list[int], cap: int) -> list[Text] | None:
     """The tokens of as many groups; None where some would have to be taken twice: drafts for them would all be
     right."""
-    if len(recorded) < prompts:
+    if len(recorded) < len(sizes):
         return None
     found = []
-    for recording in recorded[:prompts]:
+    for recording, size in zip(recorded, sizes, strict=False):
         if recording.token_ids is None or len(recording.token_ids) < size:
             return None
         samples = [tokens[:cap] for tokens in recording.token_ids[:size]]

@@ -72,6 +72,14 @@ def place_of(config: Config, model: ModelOutline, role: str) -> Device:
     return replace(device, name=f"{device.name} beside the learner at rest", memory_bytes=left)
 
 
+def sampling_place(config: Config, model: ModelOutline) -> Device:
+    """What an engine finds for its weights and its pool: as place_of(), and in a learner rank's process what the rank
+    leaves."""
+    if not config.shares_process:
+        return place_of(config, model, "rollout")
+    return _beside(config, model, learner_lines(config, model)[0])
+
+
 def plan_processes(config: Config, model: ModelOutline) -> list[ProcessPlan]:
     """Every role that holds a model. Reward workers are not among them: rules take little, and a reward model is not
     known here."""
@@ -104,16 +112,25 @@ def _plan(config: Config, model: ModelOutline, role: str, count: int, gpus: floa
 
 
 def _together(config: Config, model: ModelOutline, learner: dict[str, int]) -> dict[str, int]:
-    """A learner rank and a rollout worker in one process, which take turns: of one rank without adapters they share the
-    weights."""
-    device, weights = device_of(config, "learner"), getattr(torch, config.model.dtype).itemsize * model.num_parameters
-    is_shared = config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp" and config.learner.lora_rank == 0
-    # what the pool of kv_budget_bytes=auto is a share of
-    left = device.memory_bytes - sum(learner.values()) + (weights if is_shared else 0)
-    rollout, _ = rollout_lines(config, model, replace(device, memory_bytes=left))
+    """A learner rank and a rollout worker in one process, which take turns."""
+    rollout, _ = rollout_lines(config, model, _beside(config, model, learner))
+    is_shared = _shares_weights(config)
     sampling = {f"sampling: {name}": size for name, size in rollout.items() if not (is_shared and name == "weights")}
     sampling.pop("sampling: prefill of a prompt", None)  # a row of the learner does not run beside it
     return learner | sampling
+
+
+def _beside(config: Config, model: ModelOutline, learner: dict[str, int]) -> Device:
+    """What a rank with these lines leaves, weights that are shared among it: the pool of kv_budget_bytes=auto is a
+    share of it."""
+    device, weights = device_of(config, "learner"), getattr(torch, config.model.dtype).itemsize * model.num_parameters
+    left = device.memory_bytes - sum(learner.values()) + (weights if _shares_weights(config) else 0)
+    return replace(device, memory_bytes=left)
+
+
+def _shares_weights(config: Config) -> bool:
+    """Whether a rank and the engine in its process have one copy: a single rank without adapters."""
+    return config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp" and config.learner.lora_rank == 0
 
 
 def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:

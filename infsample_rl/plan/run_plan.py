@@ -15,7 +15,7 @@ from infsample_rl.plan.devices import Device, gigabytes, host
 from infsample_rl.plan.learner_memory import resting_bytes
 from infsample_rl.plan.limits import idle_memory, largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import ProcessPlan, place_of, plan_processes
+from infsample_rl.plan.processes import ProcessPlan, place_of, plan_processes, sampling_place
 from infsample_rl.plan.rollout_memory import parked_bytes
 
 SAMPLE_TOKEN_BYTES = 16  # id, log-probability, that of a truncated distribution, the reference's: 4 each
@@ -68,7 +68,8 @@ class RolePlan:
             most = "any" if largest["group_size"] is None else f"at most {largest['group_size']:,}"
             limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
             if rollout.parks:
-                parked = gigabytes(parked_bytes(self.config, self.model, self.device))
+                place = sampling_place(self.config, self.model)
+                parked = gigabytes(parked_bytes(self.config, self.model, place))
                 limits.append(f"of each up to {parked} of preempted KV {_parked_in(self.config)}")
             idle = idle_memory(self.config, self.model, self.process, pool)
             limits += [idle] if idle else []
@@ -121,7 +122,6 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         )
         for process in plan_processes(config, model)
     ]
-    sampling = place_of(config, model, "colocated" if config.shares_process else "rollout")
     on_cpu = [role.process for role in roles if role.process.gpus == 0]
     host_bytes = {process.role: process.count * process.sum_bytes for process in on_cpu}
     if config.takes_turns and "learner" in host_bytes:  # the fuller turn
@@ -132,7 +132,7 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         dtype=config.model.dtype,
         parameters=model.num_parameters,
         roles=roles,
-        decode=decode_time(config, model, sampling, lengths),
+        decode=decode_time(config, model, sampling_place(config, model), lengths),
         host_bytes=sum(host_bytes.values()),
         host_room=host().memory_bytes,
         waiting_bytes=(SAMPLE_TOKEN_BYTES + LIKELY_TOKEN_BYTES * config.objective.teacher_top_k)

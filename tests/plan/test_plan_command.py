@@ -17,9 +17,12 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.plan import processes
 from infsample_rl.plan.decode_time import decode_time
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
+from infsample_rl.plan.learner_memory import learner_lines
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
+from infsample_rl.plan.rollout_memory import pool_page_bytes
+from infsample_rl.plan.run_plan import plan_run
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 
 
@@ -168,6 +171,39 @@ def test_the_largest_row_fits_and_a_tenth_more_does_not():
     assert plan_role(more, model, "learner").sum_bytes > room.usable_bytes
 
 
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        (["rollout.schedule=token_budget"], 128),
+        (["rollout.schedule=full_group"], 128),
+        (["rollout.schedule=dynamic_slot"], 1024),  # the first to finish are kept, on one worker
+    ],
+)
+def test_a_group_is_dealt_to_all_workers(settings, samples):
+    device = replace(DEVICES["l4"], memory_bytes=2**30, multiprocessors=0)
+    sizes = ["data.prompts_per_step=1", "rollout.max_new_tokens=16", "rollout.kv_budget_tokens=4096"]
+    config = load_config([*sizes, *settings, "rollout.group_size=1024", "cluster.rollout_workers=8"])
+    dealt, alone = (
+        decode_time(each, ModelOutline.of(each), device, None)
+        for each in (config, with_settings(config, cluster__rollout_workers=1, rollout__group_size=samples))
+    )
+    assert dealt.samples == samples and dealt == alone
+
+
+def test_the_steps_of_a_colocated_engine_are_those_of_its_pool_in_the_table(monkeypatch):
+    config = load_config(["objective=no_kl", *COLOCATED, "rollout.kv_budget_bytes=auto", "cluster.device_type=l4"])
+    model = ModelOutline.of(config)
+    rank = sum(learner_lines(config, model)[0].values())
+    small = replace(DEVICES["l4"], memory_bytes=rank + CUDA_RESERVE + 3_000_000)
+    monkeypatch.setattr(processes, "gpu_of", lambda config: small)
+    plan, size = plan_run(config), pool_page_bytes(config, model)
+    pages = sum(bytes_ for name, bytes_ in plan.roles[0].process.lines.items() if "KV pool" in name) // size - 1
+    tokens = pages * config.rollout.page_size
+    given = with_settings(config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=tokens)
+    assert plan.decode == decode_time(given, model, small, None) != decode_time(config, model, small, None)
+    assert f"up to {gigabytes(4 * pages * size)} of preempted KV" in plan.roles[0].limits[1]
+
+
 def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     recorded = "tests/data/lengths/llama3b_rgrl_step400_amc23_n50.jsonl"
     _, longest = plan_json(capsys, "rollout.slots=4")
@@ -266,6 +302,7 @@ def test_of_engine_and_learner_that_take_turns_each_has_what_the_other_leaves_at
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):
     """0.2 % less than all 8,192 simulated, which takes a hundred times as long."""
     settings = ["rollout.slots=4", "rollout.group_size=8192", "data.prompts_per_step=1", "rollout.max_new_tokens=512"]
+    settings += ["cluster.rollout_workers=1"]
     assert main(settings) == 0
     assert "(every response as long as it may be; from 2,048 of 8,192 samples; drafted" in capsys.readouterr().out
     assert plan_json(capsys, *settings)[1]["decode"]["running_steps"] == pytest.approx(566_845, rel=0.02)
