@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.plan.devices import Device
+from infsample_rl.plan.devices import Device, host
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import ProcessPlan, place_of, plan_role
+from infsample_rl.plan.processes import ProcessPlan, is_here, place_of, plan_role
 
 MOST_RANKS = 64
 PARTS = (2, 4, 8)  # GPUs over which the model of one worker is split
@@ -119,9 +119,11 @@ def _fits(config: Config, model: ModelOutline, role: str, changes: dict[str, Any
     if role == "reference" and changed.reference.placement == "learner":
         role = "learner"
     try:
-        return plan_role(changed, model, role).sum_bytes <= place_of(changed, model, role).usable_bytes
+        plan = plan_role(changed, model, role)
     except ValueError:  # a pool too small for one prompt and one response
         return False
+    in_host = plan.count * plan.host_bytes if plan.gpus and is_here(changed) else 0
+    return plan.sum_bytes <= place_of(changed, model, role).usable_bytes and in_host <= host().memory_bytes
 
 
 def _value(config: Config, name: str) -> Any:

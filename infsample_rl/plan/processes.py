@@ -35,6 +35,11 @@ class ProcessPlan:
         """The predicted peak: the sum of the lines and nothing else."""
         return sum(self.lines.values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Those of one in its machine's memory."""
+        return sum(self.host_lines.values()) if self.gpus else self.sum_bytes
+
     def record(self) -> dict[str, Any]:
         """As plan.json has it."""
         return {
@@ -60,6 +65,12 @@ def device_of(config: Config, role: str) -> Device:
             "cluster.device_type=h100"
         )
     return gpu if gpus == 1 else replace(gpu, name=f"{gpus:g} of {gpu.name}", memory_bytes=int(gpus * gpu.memory_bytes))
+
+
+def is_here(config: Config) -> bool:
+    """Whether all GPUs of a run are this machine's, so that the host memory beside them is known."""
+    gpus = sum(group.count * group.gpus for group in worker_groups(config))
+    return config.cluster.device_type is None and gpus <= torch.cuda.device_count()
 
 
 def place_of(config: Config, model: ModelOutline, role: str) -> Device:

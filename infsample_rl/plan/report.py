@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infsample_rl.plan.devices import gigabytes
+from infsample_rl.plan.processes import is_here
 from infsample_rl.plan.run_plan import RolePlan, RunPlan
 
 
@@ -16,13 +17,16 @@ def print_plan(plan: RunPlan, console: Console) -> None:
     for role in plan.roles:
         console.print(_table(role))
         console.print(_verdict(role), soft_wrap=True)
-    if len(plan.roles) > 1 and plan.host_bytes > 0:
+    if plan.host_bytes > 0 and (len(plan.roles) > 1 or plan.roles[0].process.gpus):
         verdict = "" if plan.host_bytes <= plan.host_room else ": DOES NOT FIT"
         together = (
             f"host memory of all processes together: {gigabytes(plan.host_bytes)} of "
             f"{gigabytes(plan.host_room)} free here{verdict}"
         )
         console.print(together, soft_wrap=True)
+    if plan.unchecked_bytes > 0:
+        unchecked = f"host memory of all processes on GPUs: {gigabytes(plan.unchecked_bytes)}"
+        console.print(f"{unchecked}, not compared with any: that of their machines is not known here", soft_wrap=True)
     console.print(_decoding(plan), soft_wrap=True)
     waiting = f"finished samples that wait for the learner: at most {gigabytes(plan.waiting_bytes)}"
     console.print(f"{waiting} of Ray's object store", soft_wrap=True)
@@ -31,20 +35,22 @@ def print_plan(plan: RunPlan, console: Console) -> None:
             console.print(f"{role.process.role}: {'; '.join(limits)}", soft_wrap=True)
     for role in plan.roles:
         if not role.fits:
-            advice = (
-                " ".join(role.advice)
-                or f"a {'GPU' if role.process.gpus else 'machine'} with more memory: no setting that is known does it"
-            )
-            console.print(f"change first for the {role.process.role}: {advice}", style="bold", soft_wrap=True)
+            console.print(f"change first for the {role.process.role}: {_advice(role)}", style="bold", soft_wrap=True)
     if plan.host_bytes > plan.host_room and all(role.fits for role in plan.roles):
-        most = max(
-            plan.roles, key=lambda role: role.process.count * role.process.sum_bytes if role.process.gpus == 0 else 0
-        ).process
+        in_host = [role.process for role in plan.roles if role.process.gpus == 0 or plan.unchecked_bytes == 0]
+        most = max(in_host, key=lambda process: process.count * process.host_bytes)
         advice = (
             f"fewer or smaller of the {most.count} x {most.role}, which take "
-            f"{gigabytes(most.count * most.sum_bytes)}, or more machines"
+            f"{gigabytes(most.count * most.host_bytes)}, or more machines"
         )
         console.print(f"change first for the processes together: {advice}", style="bold", soft_wrap=True)
+
+
+def _advice(role: RolePlan) -> str:
+    if not role.advice:
+        return f"a {'GPU' if role.process.gpus else 'machine'} with more memory: no setting that is known does it"
+    is_unchecked = any("offload" in setting for setting in role.advice) and not is_here(role.config)
+    return " ".join(role.advice) + (" (its host memory is not known here)" if is_unchecked else "")
 
 
 def _table(role: RolePlan) -> Table:

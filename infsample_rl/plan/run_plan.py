@@ -15,7 +15,7 @@ from infsample_rl.plan.devices import Device, gigabytes, host
 from infsample_rl.plan.learner_memory import resting_bytes
 from infsample_rl.plan.limits import idle_memory, largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import ProcessPlan, place_of, plan_processes, sampling_place
+from infsample_rl.plan.processes import ProcessPlan, is_here, place_of, plan_processes, sampling_place
 from infsample_rl.plan.rollout_memory import parked_bytes
 
 SAMPLE_TOKEN_BYTES = 16  # id, log-probability, that of a truncated distribution, the reference's: 4 each
@@ -88,13 +88,14 @@ class RunPlan:
     parameters: int
     roles: list[RolePlan]
     decode: DecodeTime
-    host_bytes: int  # of all processes that compute on the CPU
+    host_bytes: int  # of all processes in host memory, as far as their machine is known
+    unchecked_bytes: int  # of those whose machine is not, beside its GPUs
     host_room: int
     waiting_bytes: int  # of finished samples that wait for the learner in Ray's object store, at most
 
     @property
     def fits(self) -> bool:
-        """Whether everything does, processes on this machine's CPU together."""
+        """Whether everything does, in this machine's memory all processes together."""
         return all(role.fits for role in self.roles) and self.host_bytes <= self.host_room
 
     def record(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class RunPlan:
             for role in self.roles
         ]
         decode = dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
-        names = ("model", "dtype", "parameters", "fits", "host_bytes", "host_room", "waiting_bytes")
+        names = ("model", "dtype", "parameters", "fits", "host_bytes", "unchecked_bytes", "host_room", "waiting_bytes")
         return {name: getattr(self, name) for name in names} | {"processes": processes, "decode": decode}
 
 
@@ -122,9 +123,10 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         )
         for process in plan_processes(config, model)
     ]
-    on_cpu = [role.process for role in roles if role.process.gpus == 0]
-    host_bytes = {process.role: process.count * process.sum_bytes for process in on_cpu}
-    if config.takes_turns and "learner" in host_bytes:  # the fuller turn
+    processes, known = [role.process for role in roles], is_here(config)
+    host_bytes = {each.role: each.count * each.host_bytes for each in processes if known or each.gpus == 0}
+    unchecked = [each.count * each.host_bytes for each in processes if each.role not in host_bytes]
+    if config.takes_turns and config.cluster.learner_gpus == 0:  # the fuller turn
         resting = config.cluster.learner_ranks * resting_bytes(config, model)
         host_bytes["learner"] = max(host_bytes["learner"] - host_bytes["rollout"], resting)
     return RunPlan(
@@ -134,6 +136,7 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         roles=roles,
         decode=decode_time(config, model, sampling_place(config, model), lengths),
         host_bytes=sum(host_bytes.values()),
+        unchecked_bytes=sum(unchecked),
         host_room=host().memory_bytes,
         waiting_bytes=(SAMPLE_TOKEN_BYTES + LIKELY_TOKEN_BYTES * config.objective.teacher_top_k)
         * (config.samples_per_step * config.rollout.max_new_tokens),

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from infsample_rl.commands.plan import main
 from infsample_rl.config.loading import load_config
-from infsample_rl.plan import processes
+from infsample_rl.plan import advice, processes, run_plan
 from infsample_rl.plan.decode_time import decode_time
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
 from infsample_rl.plan.learner_memory import learner_lines
@@ -248,6 +248,28 @@ def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
     assert (
         status == 1 and plan["host_bytes"] > plan["host_room"] and all(process["fits"] for process in plan["processes"])
     )
+
+
+@pytest.mark.parametrize("num_gpus", [1, 0])
+def test_what_lies_in_host_memory_beside_a_gpu_is_compared_where_that_is_known(num_gpus, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "gpu_of", lambda config: DEVICES["l4"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    room = replace(processes.host(), memory_bytes=2_000_000)  # less than the optimizer's state
+    for module in (processes, run_plan, advice):
+        monkeypatch.setattr(module, "host", lambda: room)
+    settings = ["objective=no_kl", *COLOCATED]
+    config, offload = load_config(settings), "learner.offload_optimizer=true"
+    assert advice._fits(config, ModelOutline.of(config), "learner", {"learner__offload_optimizer": True}) == (
+        not num_gpus
+    )
+    plan = plan_run(load_config([*settings, offload]))
+    in_host = sum(plan.roles[0].process.host_lines.values())
+    assert plan.roles[0].fits and in_host > room.memory_bytes
+    assert (plan.host_bytes, plan.unchecked_bytes) == ((in_host, 0) if num_gpus else (0, in_host))
+    assert main([*settings, offload]) == num_gpus
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("free here: DOES NOT FIT" in said and "fewer or smaller of the 1 x colocated" in said) == bool(num_gpus)
+    assert ("not compared with any: that of their machines is not known here" in said) == (not num_gpus)
 
 
 @pytest.mark.parametrize(
