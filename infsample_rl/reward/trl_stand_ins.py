@@ -97,6 +97,12 @@ class Recorded:
     __lt__ = __le__ = __gt__ = __ge__
 
 
+def is_result(value: Any) -> bool:
+    """Whether something stands for what a call would have loaded: no class, and no settings, which are as given."""
+    name = value._name if isinstance(value, Recorded) else ""
+    return "()" in name and not name.startswith("trl.") and not name.endswith(("Config()", "Arguments()"))
+
+
 class StandIns(MetaPathFinder, Loader):
     """Finds a Recorded for every module of these packages."""
 

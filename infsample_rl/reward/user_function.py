@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
+import dis
 import importlib.util
 import inspect
 import io
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.reward.hidden_values import without_values
-from infsample_rl.reward.trl_stand_ins import Run, StandIns, TrainerReached, begin
+from infsample_rl.reward.trl_stand_ins import Run, StandIns, TrainerReached, begin, is_result
 
 FETCHING = ("trl", "datasets", "transformers", "peft")  # what a TRL script loads models and rows with
 
@@ -42,6 +43,8 @@ def import_name(path: str, name: str, setting: str) -> Any:
         plural = "classes" if kind == "class" else "functions"
         listed = f"its {plural} are {', '.join(own) or 'none'}{_nearest(name, own)}"
         raise ValueError(f"{setting}: {path} has no {kind} {name}; {listed}")
+    if inspect.isfunction(found):
+        _check_reads(found, path, setting)
     return found
 
 
@@ -111,8 +114,53 @@ def _import_file(path: str, setting: str, *, is_main: bool = False) -> ModuleTyp
 
 
 def _trains(source: bytes) -> bool:
-    """Whether importing a file would train: it has a trainer, and does not ask whether it is the main script."""
-    return re.search(rb"\bif\s+__name__\b", source) is None and re.search(rb"Trainer\b", source) is not None
+    """Whether importing a file would make a trainer: what runs then calls one. What stands in a function runs where it
+    is called, what is behind `if __name__` not at all."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False  # importing it says so
+    left, everything = list[ast.AST]([tree]), list(ast.walk(tree))
+    functions = {node.name: node.body for node in everything if isinstance(node, ast.FunctionDef)}
+    classes = [node for node in everything if isinstance(node, ast.ClassDef)]
+    own = {node.name for node in classes if any(map(_is_trainer, node.bases))}
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Call):
+            if _is_trainer(node.func) or _name_of(node.func) in own:
+                return True
+            left += functions.pop(_name_of(node.func), [])
+        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
+            left += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return False
+
+
+def _is_trainer(node: ast.expr) -> bool:
+    return _name_of(node).endswith("Trainer")
+
+
+def _name_of(node: ast.expr) -> str:
+    """ "GRPOTrainer" of GRPOTrainer and of trl.GRPOTrainer."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _check_reads(function: FunctionType, path: str, setting: str) -> None:
+    """ValueError for a function that reads what its file has loaded by what stood in: every call of it would fail."""
+    for name in _globals_of(function.__code__):
+        if is_result(function.__globals__.get(name)):
+            raise ValueError(
+                f"{setting}: {path}: {function.__name__} reads {name}, which is not loaded where importing the file "
+                'trains; put the training behind `if __name__ == "__main__":`'
+            )
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # of a comprehension
+            yield from _globals_of(constant)
 
 
 def describe_error(error: BaseException, path: str | None) -> str:

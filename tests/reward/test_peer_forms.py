@@ -14,7 +14,7 @@ from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, R
 from infsample_rl.config.reward import RULES
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.tokenizer import load_tokenizer
-from infsample_rl.reward import rule_data_source, rule_think_format
+from infsample_rl.reward import rule_data_source, rule_think_format, user_function
 from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Completion, Episode
@@ -220,11 +220,54 @@ def test_a_trl_script_that_trains_when_it_is_imported_is_imported_up_to_there(
 ):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("MODEL", str(tiny_qwen3)))
-    worker = open_worker(*(f"{path}:{name}" for name in ("short", "tokens", "local")))
+    worker = open_worker(*(f"{path}:{name}" for name in ("short", "local")))
     found = worker.score_texts(prompt_of(trl_row()), ["3", "so 3"])
-    assert found.components == {"short": [1.0, 1.0], "tokens": [None, None], "local": [1.0, 1.0]}
-    [failure] = found.failures
-    assert "transformers.AutoTokenizer.from_pretrained() is called, and something stands in the place of" in failure
+    assert found.components == {"short": [1.0, 1.0], "local": [1.0, 1.0]} and found.failures == []
+    with pytest.raises(
+        ValueError, match="train.py: tokens reads tokenizer, which is not loaded where importing the file"
+    ):
+        open_worker(f"{path}:tokens")
+
+
+MENTIONS = '''
+"""Was passed to GRPOTrainer(reward_funcs=[known])."""
+from datasets import Dataset
+# GRPOTrainer(reward_funcs=[known]).train()
+
+WORDS = set(Dataset.from_list([{"word": "a"}])["word"])
+
+def known(completions, **kwargs):
+    return [float(completion in WORDS) for completion in completions]
+
+def train():
+    from trl import GRPOTrainer
+    GRPOTrainer(reward_funcs=[known]).train()
+'''
+
+
+def test_a_file_that_only_speaks_of_a_trainer_loads_what_it_loads(open_worker, prompt_of, tmp_path):
+    (tmp_path / "known.py").write_text(MENTIONS)
+    prompt = prompt_of({"question": "1 + 2 = ?"})
+    assert open_worker(f"{tmp_path}/known.py:known").score_texts(prompt, ["a", "b"]).rewards == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "trains"),
+    [
+        ("GRPOTrainer(f).train()", True),
+        ("with trl.GRPOTrainer(f) as trainer: ...", True),
+        ("class Own(GRPOTrainer): ...\nOwn(f).train()", True),
+        ("def main():\n    GRPOTrainer(f).train()\nmain()", True),
+        ("if here:\n    GRPOTrainer(f).train()", True),
+        ("def main():\n    GRPOTrainer(f).train()", False),
+        ("def main():\n    GRPOTrainer(f).train()\nif __name__ == '__main__':\n    main()", False),
+        ("if '__main__' == __name__:\n    GRPOTrainer(f).train()", False),
+        ("# GRPOTrainer(f)\nX = 'GRPOTrainer(f)'", False),
+        ("GRPOTrainer(f", False),
+    ],
+)
+def test_a_file_trains_where_importing_it_makes_a_trainer(source, trains):
+    assert user_function._trains(source.encode()) is trains
 
 
 def test_a_function_that_takes_environments_needs_some(tmp_path):
