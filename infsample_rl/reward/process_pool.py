@@ -8,6 +8,7 @@ Between the two stands a keeper (`keeper.py`), which ends a function process tog
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
@@ -186,7 +189,7 @@ class ProcessPool:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start them all; ValueError in one line when a function cannot be loaded."""
-        self._reward, self._functions = reward, functions
+        self._reward, self._functions, self._sources = reward, functions, _sources_of(functions)
         self.num_processes = reward.processes
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -234,6 +237,7 @@ class ProcessPool:
         process: FunctionProcess | None = getattr(self._of_thread, "process", None)
         if process is None:
             process = self._of_thread.process = FunctionProcess(self._reward, self._functions)
+            self._tell_changed_files()
             with self._lock:
                 if self._closed:
                     process.kill()
@@ -241,12 +245,27 @@ class ProcessPool:
                 self._running.add(process)
         return process
 
+    def _tell_changed_files(self) -> None:
+        """Warn of a file that is not what the first processes imported: from now on two versions of it may score."""
+        for path, source in _sources_of(self._functions).items():
+            if source != self._sources[path]:
+                warnings.warn(
+                    f"reward.functions: {path} has changed since the run began: processes started from now on run it "
+                    "as it is now, others as it was; start the run anew to have one version",
+                    stacklevel=2,
+                )
+
     def _run(self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]) -> list[CallValues]:
         done, timeout_s = list[CallValues](), self._reward.timeout_s
         deaths = 0  # of the call that is next
         while len(done) < len(calls):
             rest = calls[len(done) :]
-            process = self._process()
+            try:
+                process = self._process()
+            except (ValueError, OSError) as error:  # a file half edited: the next group tries again
+                done += [_failed(samples, f"its process cannot be started anew: {error}") for samples in rest]
+                self._count(calls=len(rest))
+                break
             try:
                 sizes = [len(samples) for samples in rest]
                 for values in process.call(pickle.dumps((function, pickled_prompt, rest)), sizes, timeout_s):
@@ -266,8 +285,7 @@ class ProcessPool:
                 self._running.discard(process)
             self._of_thread.process = None
             if not again:
-                size = len(calls[len(done)])
-                done.append(CallValues(values=[None] * size, problems=[problem] * size))
+                done.append(_failed(calls[len(done)], problem))
                 self._count(calls=1)
                 deaths = 0
         return done
@@ -277,6 +295,16 @@ class ProcessPool:
             self.num_calls += calls
             self.num_timeouts += timeouts
             self.num_deaths += deaths
+
+
+def _sources_of(functions: list[RewardFunctionConfig]) -> dict[str, bytes]:
+    """A digest of every file that functions come from; importing one that cannot be read says so."""
+    readable = [path for path in files_of(functions) if os.path.isfile(path) and os.access(path, os.R_OK)]
+    return {path: hashlib.sha256(Path(path).read_bytes()).digest() for path in readable}
+
+
+def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
+    return CallValues(values=[None] * len(samples), problems=[problem] * len(samples))
 
 
 def _are_values(reply: dict[str, Any], size: int) -> bool:

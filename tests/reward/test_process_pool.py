@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -140,3 +141,27 @@ def test_what_is_logged_in_another_number_is_left_out_and_names_are_cut_to_what_
     (result,) = pool.submit(0, PROMPT, [[{"text": text, "token_ids": []} for text in "ab"]]).result(timeout=60)
     assert (result.values, result.problems, pool.num_deaths) == ([1.0, 1.0], ["", ""], 0)
     assert result.reported == {"\\ud800" + "x" * 194: [2.0, 2.0]}
+
+
+EDITED = """
+import time
+
+def rates(solution_str, data_source=None, ground_truth=None, extra_info=None):
+    time.sleep(60 * (solution_str == "hang"))
+    return 1.0
+"""
+
+
+def test_a_file_that_is_being_edited_costs_the_rewards_of_meanwhile_and_its_new_text_is_told(open_pool, tmp_path):
+    path = tmp_path / "edited.py"
+    path.write_text(EDITED)
+    pool = open_pool(f"{path}:rates")
+    path.write_text("def rates(")
+    timed_out, not_started = "timed out after 0.5 s", "its process cannot be started anew: .*SyntaxError"
+    values, problems = score(pool, "a", "hang", "b", "c")
+    assert values == [1.0, None, None, None] and problems[:2] == ["", timed_out]
+    assert all(re.match(not_started, problem) for problem in problems[2:])
+    assert (pool.num_calls, pool.num_timeouts, pool.num_deaths) == (4, 1, 0)
+    path.write_text(EDITED.replace("1.0", "2.0"))
+    with pytest.warns(UserWarning, match=r"reward.functions: .*edited.py has changed since the run began"):
+        assert score(pool, "a") == ([2.0], [""])
