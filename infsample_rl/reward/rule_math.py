@@ -1,4 +1,5 @@
-r"""Reward `math`: 1.0 when math-verify finds the final answer equal to the right one, else 0.0.
+r"""Reward `math`: 1.0 when math-verify finds the final answer equal to the right one, else 0.0. The final answer is one
+statement: the last \boxed{}, else <answer> tags or "Answer:", else what math-verify takes from the text.
 
 math-verify's own time limits are alarms, which only a main thread may set: they are off, and the process pool's limit
 holds instead.
@@ -25,11 +26,19 @@ def score(response: str, columns: dict[str, Any]) -> float:
     r"""1.0 or 0.0; the right answer is the column `answer`: LaTeX, bare or in $ $ or \boxed{}, or a worked solution."""
     gold_text = str(gold_answer(columns)).strip()
     gold, bare_gold = _parse_gold(gold_text)
-    given = parse(response, extraction_config=_EXTRACT, parsing_timeout=None)
+    boxed = last_boxed(response)
+    stated = boxed or explicit_answer(response) or ""
+    if boxed:
+        given = _parse(f"\\boxed{{{boxed}}}")
+    else:  # below the line of the answer a response may go on to check it
+        given = _parse(stated.partition("\n")[0]) or _parse(stated or response)
     if gold and given and verify(gold, given, timeout_seconds=None):
         return 1.0
-    stated = explicit_answer(response)
-    return float(stated is not None and _squeeze(stated) == _squeeze(bare_gold))
+    return float(stated != "" and _squeeze(stated) == _squeeze(bare_gold))
+
+
+def _parse(text: str) -> list[Any]:
+    return parse(text, extraction_config=_EXTRACT, parsing_timeout=None)
 
 
 @lru_cache(maxsize=256)
@@ -38,7 +47,7 @@ def _parse_gold(gold: str) -> tuple[list[Any], str]:
     boxed = last_boxed(gold)
     bare = gold.strip("$") if boxed is None else boxed
     wrapped = gold if boxed is None and "$" in gold else f"\\boxed{{{bare}}}"
-    return parse(wrapped, extraction_config=_EXTRACT, parsing_timeout=None), bare
+    return _parse(wrapped), bare
 
 
 def _squeeze(text: str) -> str:
