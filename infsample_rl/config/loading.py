@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,8 +204,9 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
         (settings["rollout"], "predictor_path"),
     ):
         section[key] = _absolute_if_local(section[key])
-    if model["chat_template"] is not None:
-        model["chat_template"] = _absolute(model["chat_template"])
+    for section, key in ((model, "chat_template"), (settings["rollout"], "vllm_python")):
+        if section[key] is not None:
+            section[key] = _absolute(section[key])
     for key in ("source", "eval_source"):
         data[key] = _absolute_source(data[key])
         data["sources"] = [_with_absolute(entry, key, _absolute_source) for entry in data["sources"]]
@@ -213,6 +215,12 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
         entry["reward"] = [
             _with_absolute(name, "name", _absolute_function) for name in (given if isinstance(given, list) else [given])
         ]
+    environment, rollout = settings["environment"], settings["rollout"]
+    environment["tools"] = list(map(_absolute_function, environment["tools"]))
+    if environment["factory"] is not None:
+        environment["factory"] = _absolute_factory(environment["factory"])
+    if "/" in rollout["preemption"]:
+        rollout["preemption"] = _absolute(rollout["preemption"])
     reward = settings["reward"]
     reward["functions"] = [
         _with_absolute(named, "prompt", _absolute) if isinstance(named, dict) else named
@@ -242,6 +250,15 @@ def _absolute_function(function: str) -> str:
     if path.endswith(".py"):
         return f"{Path(path).expanduser().absolute()}{colon}{name}"
     return f"model:{_absolute_if_local(name)}" if function.startswith("model:") else function
+
+
+def _absolute_factory(factory: str) -> str:
+    """environment.factory by the absolute path of its file, which is the first word of a script and its arguments."""
+    try:
+        first, *arguments = shlex.split(factory)
+    except ValueError:
+        return factory  # its own check says why
+    return shlex.join([_absolute(first), *arguments]) if first.endswith(".py") else _absolute_function(factory)
 
 
 def _absolute_if_local(path: str | None) -> str | None:

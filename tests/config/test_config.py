@@ -762,6 +762,14 @@ def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypat
         config.model.path == str(tmp_path / "my_model")
         and config.reward.functions[0].name == f"{tmp_path}/rewards.py:score"
     )
+    ours = ["environment.factory=games.py:Game", "environment.tools=['~/tools.py:look']", "rollout.preemption=./parked"]
+    config = load_config([*ours, "rollout.vllm_python='~/vllm/bin/python'"])
+    assert config.environment.factory == f"{tmp_path}/games.py:Game"
+    assert config.environment.tools == [f"{Path.home()}/tools.py:look"]
+    assert config.rollout.park_folder == f"{tmp_path}/parked"
+    assert config.rollout.vllm_python == f"{Path.home()}/vllm/bin/python"
+    config = load_config(["environment.factory='train.py --name \"a b\"'"])
+    assert config.environment.script == [f"{tmp_path}/train.py", "--name", "a b"]
     assert list(tmp_path.iterdir()) == [tmp_path / "my_model"], "composing writes nothing"
 
 
