@@ -44,7 +44,7 @@ class EpisodeStart(NamedTuple):
     seed: int
     columns: dict[str, Any]  # of the row, and its messages as `prompt`
     said: str | None = None  # that the prompt goes on with; None: nothing is known of it
-    messages: list[dict[str, str]] | None = None  # of the prompt, where they are what an environment said in its place
+    messages: list[dict[str, Any]] | None = None  # of the prompt, where they are what an environment said in its place
     tools: list[dict[str, Any]] | tuple[()] = ()  # that a program offers its policy
     token_ids: list[int] | None = None  # of the prompt, where a program asks its policy by token ids
     failure: str = ""  # why no episode of this prompt can begin; "": they can
@@ -56,7 +56,7 @@ class Prompt:
 
     prompt_index: int  # position in the step's batch
     row: int  # row of the data source, for messages to the user
-    messages: list[dict[str, str]]  # chat messages, as given to the template
+    messages: list[dict[str, Any]]  # chat messages, as given to the template
     text: str  # the rendered prompt
     token_ids: np.ndarray  # [prompt tokens] int32
     columns: dict[str, Any] = field(default_factory=dict)  # every other field of the row, for the reward functions

@@ -49,7 +49,7 @@ def render(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools = NO
 
 def with_opening(
     prompt: Prompt,
-    opening: str | list[dict[str, str]],
+    opening: str | list[dict[str, Any]],
     tokenizer: Any,
     data: DataConfig,
     tools: Tools,
@@ -83,7 +83,7 @@ def of_token_ids(prompt: Prompt, ids: list[int], tokenizer: Any, data: DataConfi
     return _replaced(prompt, prompt.messages, tokenizer.decode(ids), ids, data)
 
 
-def _replaced(prompt: Prompt, messages: list[dict[str, str]], text: str, ids: list[int], data: DataConfig) -> Prompt:
+def _replaced(prompt: Prompt, messages: list[dict[str, Any]], text: str, ids: list[int], data: DataConfig) -> Prompt:
     if len(ids) > data.max_prompt_tokens:
         raise ValueError(
             f"row {prompt.row} has {len(ids)} tokens with what its environment says, data.max_prompt_tokens must "
@@ -93,7 +93,7 @@ def _replaced(prompt: Prompt, messages: list[dict[str, str]], text: str, ids: li
 
 
 def _rendered(
-    messages: list[dict[str, str]], tokenizer: Any, data: DataConfig, tools: Schemas
+    messages: list[dict[str, Any]], tokenizer: Any, data: DataConfig, tools: Schemas
 ) -> tuple[str, list[int]]:
     """Messages as text and its tokens. BadRow when the template refuses them."""
     if is_plain(tokenizer, data):
@@ -130,7 +130,7 @@ def is_plain(tokenizer: Any, data: DataConfig) -> bool:
     return tokenizer.chat_template is None or not data.apply_chat_template
 
 
-def chat_messages(problem: Problem, data: DataConfig) -> list[dict[str, str]]:
+def chat_messages(problem: Problem, data: DataConfig) -> list[dict[str, Any]]:
     """The problem's messages with data.system_prompt (in place of the row's own) and data.instruction after a blank
     line."""
     messages = [dict(message) for message in problem.messages]
@@ -161,7 +161,7 @@ def check_template_kwargs(tokenizer: Any, data: DataConfig) -> None:
             logger.warning("%s; it has no effect", unknown)
 
 
-def _last_user(messages: list[dict[str, str]]) -> int:
+def _last_user(messages: list[dict[str, Any]]) -> int:
     return max(index for index, message in enumerate(messages) if message["role"] == "user")
 
 

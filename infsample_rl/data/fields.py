@@ -3,6 +3,7 @@ only."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Problem:
 
     row: int  # from 1; in JSON Lines the line
     origin: str  # file or hub name, for messages to the user
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     columns: dict[str, Any]  # every field; `answer` is the gold answer alone
 
 
@@ -142,7 +143,7 @@ def _required(fields: dict[str, Any], name: str) -> Any:
     return value
 
 
-def read_messages(value: Any, name: str) -> list[dict[str, str]]:
+def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
     """Chat messages from a question (string) or from a list of messages; BadRow when it is neither, or empty."""
     where = f"cannot be used: its field {name!r}"
     if isinstance(value, str):
@@ -158,10 +159,11 @@ def read_messages(value: Any, name: str) -> list[dict[str, str]]:
     return messages
 
 
-def _read_message(message: Any, where: str) -> dict[str, str]:
+def _read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise BadRow(f"{where} holds {json_type(message)} where a message {{role, content}} is needed")
-    role, content = message["role"], message["content"]
+    given = {name: value for name, value in message.items() if value is not None}  # Parquet fills up with null
+    role, content = message["role"], given.get("content", "" if "tool_calls" in given else None)
     if role not in ROLES:
         raise BadRow(f"{where} holds a message of role {role!r}; the roles are {', '.join(ROLES)}")
     if isinstance(content, list) and all(
@@ -171,10 +173,10 @@ def _read_message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(content, str):
         raise BadRow(f"{where} holds a message whose content is {json_type(content)}; text is needed")
     try:
-        content.encode("utf-8")
+        json.dumps(given, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell and no tokenizer takes
         raise BadRow(f"{where} holds text that is not valid Unicode ({error.reason})") from error
-    return {"role": role, "content": content}
+    return {**given, "role": role, "content": content}
 
 
 def gold_answer(value: Any, name: str) -> Any:

@@ -88,7 +88,7 @@ class RewardModel:
         self.max_tokens = min(most, getattr(text_config, "max_position_embeddings", most))
 
     @torch.inference_mode()
-    def score(self, messages: list[dict[str, str]], responses: list[str]) -> tuple[list[float | None], list[str]]:
+    def score(self, messages: list[dict[str, Any]], responses: list[str]) -> tuple[list[float | None], list[str]]:
         """(scores, problems) of responses to one prompt; None with a problem for a text above the model's longest and
         for a score not finite."""
         rows = [self._encode(messages, response) for response in responses]
@@ -105,7 +105,7 @@ class RewardModel:
                 problems[index] = "" if math.isfinite(value) else f"returned {value}"
         return scores, problems
 
-    def _encode(self, messages: list[dict[str, str]], response: str) -> tuple[list[int], list[int]]:
+    def _encode(self, messages: list[dict[str, Any]], response: str) -> tuple[list[int], list[int]]:
         """(token ids, token types): by the model's own chat template, else as the pair (prompt, response)."""
         if self.tokenizer.chat_template:
             chat = [*messages, {"role": "assistant", "content": response}]

@@ -174,6 +174,17 @@ def test_trl_prompt_column_is_a_string_or_messages_with_or_without_an_answer(tmp
     assert (problem.messages, problem.columns) == (USER, columns)
 
 
+def test_messages_keep_all_that_a_template_may_read(tmp_path):
+    calls = [{"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1}}}]
+    called = {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "Add."}
+    said = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}
+    source = parquet(tmp_path / "a.parquet", [{"prompt": [*USER, called, said, *USER]}])
+    (problem,) = load(source)
+    assert problem.messages == [*USER, called | {"content": ""}, said, *USER]
+    broken = jsonl(tmp_path / "a.jsonl", [{"prompt": [*USER, said | {"name": "\ud800"}, *USER]}])
+    assert "not valid Unicode (surrogates not allowed)" in message_of(broken)
+
+
 def test_content_in_text_parts_is_joined(tmp_path):
     parts = [{"type": "text", "text": "1 + 1"}, {"type": "text", "text": " = ?"}]
     (problem,) = load(jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": parts}]}]))
