@@ -270,8 +270,7 @@ def _sample_and_score(config: Config, lm: PreTrainedModel | None) -> list[Sample
     openings = Openings(config, tokenizer, environments)
     try:
         offered = check_turns(config, tokenizer, architecture, environments)
-        problems = held_out_problems(config)
-        check_columns(config, needs, problems, evaluation=True)
+        problems = check_columns(config, needs, held_out_problems(config), evaluation=True)
         prompts = build_eval_prompts(config, tokenizer, context_of(architecture), offered, problems)
         return evaluate(config, lm, openings.open(prompts, position=-len(prompts)), environments)
     finally:

@@ -22,7 +22,6 @@ class Inputs:
 def read_inputs(config: Config) -> Inputs:
     """ValueError in one line for what cannot be read or used."""
     needs = check_reward_functions(config.reward, config.environment.factory)
-    train, held_out = train_problems(config), held_out_problems(config)
-    check_columns(config, needs, train)
-    check_columns(config, needs, held_out, evaluation=True)
+    train = check_columns(config, needs, train_problems(config))
+    held_out = check_columns(config, needs, held_out_problems(config), evaluation=True)
     return Inputs(train=train, held_out=held_out)

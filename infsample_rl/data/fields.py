@@ -44,6 +44,7 @@ class Fields:
 
     prompt: str
     answer: str | None
+    may_lack_answer: bool = False  # the field of the answer was found, not named: who reads `answer` says what lacks it
 
 
 class BadRow(ValueError):
@@ -65,7 +66,7 @@ def to_problems(rows: list[Row], fields: Fields, *, origin: str, label: str, bad
 def find_fields(rows: list[Row], prompt_field: str | None, answer_field: str | None, label: str) -> Fields:
     """The fields a user named, or else the ones found; ValueError lists what there is when none or several could be
     meant."""
-    dicts = [row.fields for row in rows if row.fields is not None]
+    is_found, dicts = answer_field is None, [row.fields for row in rows if row.fields is not None]
     names = list(dict.fromkeys(name for fields in dicts for name in fields))
     if not names:  # no row has fields: to_problems names the first of them
         return Fields(prompt=prompt_field or "question", answer=answer_field)
@@ -86,6 +87,7 @@ def find_fields(rows: list[Row], prompt_field: str | None, answer_field: str | N
     return Fields(
         prompt=prompt_field,
         answer=answer_field or _find(ANSWER_FIELDS, names, f"{label}; %s the answer: set data.answer_field"),
+        may_lack_answer=is_found,
     )
 
 
@@ -117,7 +119,9 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
     # verl: what its compute_score takes
     if isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]:
         columns = {"data_source": None, "extra_info": None, "ground_truth": lookup(columns, VERL_ANSWER)} | columns
-    if fields.answer is not None:
+    if fields.answer is not None and fields.may_lack_answer and lookup(row.fields, fields.answer) is None:
+        columns.pop("answer", None)
+    elif fields.answer is not None:
         own, gold = row.fields.get("answer"), gold_answer(_required(row.fields, fields.answer), fields.answer)
         columns["answer"] = gold
         if own is not None and gold != (own.strip() if isinstance(own, str) else own):

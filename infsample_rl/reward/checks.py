@@ -6,6 +6,7 @@ A rule names its columns itself (NEEDS of its module), a judge in its prompt, a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from infsample_rl.reward.functions import IN_PROCESSES, kind_of
 from infsample_rl.reward.hidden_values import hide_values_of
 from infsample_rl.reward.judge import check_judge, criteria_column
 from infsample_rl.reward.process_pool import FunctionProcess
+
+logger = logging.getLogger(__name__)
 
 Needs = list[list[str]]  # sets of columns, of which a row has to have one whole; none: nothing is read
 Problems = Mapping[str, list[Problem]]  # by the names of sources in DataConfig.parts
@@ -58,23 +61,32 @@ def check_reward_functions(reward: RewardConfig, factory: str | None = None) -> 
 
 def check_columns(
     config: Config, needs: list[tuple[str, Needs]], problems: Problems, *, evaluation: bool = False
-) -> None:
-    """ValueError for the first function whose columns some rows lack of a source that it scores.
+) -> dict[str, list[Problem]]:
+    """The problems that every function can score which scores their source. ValueError for the first function whose
+    columns some rows lack, or all of them where data.bad_rows=skip leaves such rows out.
 
     `needs`: name and columns of every one of reward.functions; `problems`: all rows by their sources, those of
     data.eval_source with `evaluation`. Example: "reward.functions: my.py:score needs the column 'level', which 2 of 9
     rows of data.source=a.jsonl lack (rows 3, 7); the columns are answer, topic".
     """
+    usable = {}
     for source, own, label in _sources(config, problems, evaluation):
         for index in config.rewards_of(source):
             name, sets = needs[index]
             lacking = {each.row: missing for each in own if (missing := _missing(name, sets, each.columns))}
             if lacking:
-                hint = "; a function that does without gives it a default" if kind_of(name) == "user" else ""
-                raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}{hint}")
+                fault = f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}"
+                if config.data.bad_rows == "error" or len(lacking) == len(own):
+                    hint = "; a function that does without gives it a default" if kind_of(name) == "user" else ""
+                    skip = "; data.bad_rows=skip leaves them out" if len(lacking) < len(own) else ""
+                    raise ValueError(f"{fault}{hint}{skip}")
+                logger.warning("skipped: %s", fault)
+                own = [each for each in own if each.row not in lacking]
             function = config.reward.functions[index]
             if isinstance(function, JudgeConfig):
                 _check_criteria(function, own, label)
+        usable[source] = own
+    return usable
 
 
 def _check_criteria(judge: JudgeConfig, problems: list[Problem], label: str) -> None:

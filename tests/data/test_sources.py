@@ -237,8 +237,6 @@ BROKEN_ROWS = [  # the second of three rows, the message about it
     ({"question": [{"role": "user", "content": 3}]}, "a message whose content is a number; text is needed"),
     ({"question": [*USER, {"role": "assistant", "content": "2"}]}, "ends with a message of the assistant"),
     ({"question": "\ud800"}, "not valid Unicode (surrogates not allowed)"),
-    ({"question": "1 + 1 = ?"}, "its field 'answer' is missing (it has question)"),
-    ({"question": "1 + 1 = ?", "answer": None}, "its field 'answer' is null"),
     ({"question": "1 + 1 = ?", "answer": "two\n####"}, "its field 'answer' holds no answer"),
     ({"question": "1 + 1 = ?", "answer": r"\boxed{}"}, "its field 'answer' holds no answer"),
 ]
@@ -256,6 +254,17 @@ def test_a_bad_row_is_named_or_skipped(tmp_path, caplog, row, message):
     (record,) = caplog.records
     assert record.getMessage().startswith(f"data.source={source}: skipped, as 1 of 3 rows cannot be used (2): row 2 ")
     assert message in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["answer", "target"])
+@pytest.mark.parametrize("state", ["null", "missing"])
+def test_a_row_without_an_answer_is_a_bad_row_where_its_field_was_named(tmp_path, name, state):
+    asked, lacks = {"question": "1 + 1 = ?"}, {name: None} if state == "null" else {}
+    source = jsonl(tmp_path / "a.jsonl", [asked | {name: "2"}, asked | lacks])
+    assert [problem.columns.get("answer") for problem in load(source)] == ["2", None]
+    assert "answer" not in load(source)[1].columns, "to who reads it, it is missing"
+    assert f"row 2 cannot be used: its field {name!r} is {state}" in message_of(source, answer_field=name)
+    assert [problem.row for problem in load(source, answer_field=name, bad_rows="skip")] == [1]
 
 
 def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path):

@@ -151,6 +151,23 @@ def test_columns_that_a_function_needs_must_be_in_every_row(tmp_path, user_file,
     assert str(caught.value).startswith(f"reward.functions: {name} needs the column ") and text in str(caught.value)
 
 
+def test_rows_that_lack_a_column_are_left_out_where_bad_rows_are(tmp_path, user_file, caplog):
+    rows = [{"answer": "1"}, {"answer": None}, {}]
+    config, problems = rows_of(tmp_path, rows, "gsm8k")
+    needs = check_reward_functions(config.reward)
+    said = (
+        r"gsm8k needs the column 'answer', which 2 of 3 rows of .* lack \(rows 2, 3\); the columns are question, answer"
+    )
+    with pytest.raises(ValueError, match=f"{said}; .*; data.bad_rows=skip leaves them out"):
+        check_columns(config, needs, problems)
+    config = replace(config, data=replace(config.data, bad_rows="skip"))
+    [kept] = check_columns(config, needs, problems)[""]
+    assert kept.row == 1 and re.search(f"skipped: .*{said}", caplog.text)
+    with pytest.raises(ValueError, match="which no row of"):
+        check_columns(config, needs, {"": problems[""][1:]})
+    check_rows(tmp_path, rows, "think_format", f"{user_file}:brevity")
+
+
 @pytest.mark.parametrize("wanted", ["short", []])
 def test_a_column_of_criteria_is_a_list_of_some(tmp_path, wanted):
     (tmp_path / "ask.md").write_text("{response} {criteria}")
