@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from infsample_rl.config.loading import cache_folder
 from infsample_rl.config.reward import JudgeConfig
+from infsample_rl.data.fields import as_given
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.process_pool import CallValues
 from infsample_rl.reward.verdict_store import VerdictStore
@@ -199,7 +200,7 @@ class Judge:
         shown = {name: _text(value) for name, value in prompt.columns.items()}
         shown["question"] = prompt.messages[-1]["content"]
         if judge.form == "pairwise":
-            other = shown[str(judge.against)]
+            other = _text(as_given(prompt.columns)[str(judge.against)])  # a worked solution whole
             ways = [{"first": response, "second": other}, {"first": other, "second": response}]
             found = await asyncio.gather(
                 *(self._ask(shown | way, PAIRWISE_END, _share_of_first, asked) for way in ways), return_exceptions=True

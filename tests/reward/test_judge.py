@@ -221,6 +221,10 @@ def test_pairwise_asks_both_ways_round(server, entry):
     server.reply = lambda request, _: "no" if "A=ref" in str(request) else time.sleep(0.2) or "Verdict: tie"
     call = judged(given | {"keep": False}, ["x"], answer="ref")
     assert call.values == [None] and call.reported["tokens"] == [2020.0], "what the other way cost counts"
+    server.reply = lambda *_: "Verdict: tie"
+    server.asked.clear()
+    judged(entry(text="{answer}: {first} {second}", form="pairwise", against="answer"), ["x"], answer_as_given="3, as")
+    assert [asked.split("\n")[0] for asked in sorted(server.asked)] == ["3: 3, as x", "3: x 3, as"]
 
 
 def test_a_rubric_is_the_share_of_criteria_that_are_met(server, entry):
