@@ -75,13 +75,17 @@ def choices(config_dir: str | None) -> dict[str, list[str]]:
 
 
 def normalise(override: str) -> str:
-    """Let `experiment=NAME` and new keys of dictionaries, `data.chat_template_kwargs.x=1`, be written without Hydra's
-    plus."""
+    """Let `experiment=NAME` and new keys of dictionaries, `data.chat_template_kwargs.x=1` or `={x: 1}`, be written
+    without Hydra's plus."""
     if override.startswith("experiment="):
         return "+" + override
-    section, *keys = override.partition("=")[0].split(".")
-    is_in_dict = len(keys) > 1 and f"{section}.{keys[0]}" in setting_names()
-    return "++" + override if is_in_dict else override
+    name, _, value = override.partition("=")
+    section, *keys = name.split(".")
+    if not keys or f"{section}.{keys[0]}" not in setting_names():
+        return override
+    spec = next(spec for spec in dataclasses.fields(SECTIONS[section]) if spec.name == keys[0])
+    gives_keys = len(keys) > 1 or (value.startswith("{") and str(spec.type).startswith("dict"))
+    return "++" + override if gives_keys else override
 
 
 def sweep(overrides: list[str], config_dir: str | None) -> list[list[str]]:

@@ -608,10 +608,9 @@ def test_value_with_equals_sign_works_when_quoted():
     assert load_config(['data.instruction="a = b, c"']).data.instruction == "a = b, c"
 
 
-def test_dictionary_settings_take_new_keys_without_a_plus():
-    assert load_config(["data.chat_template_kwargs.enable_thinking=false"]).data.chat_template_kwargs == {
-        "enable_thinking": False
-    }
+@pytest.mark.parametrize("written", [".enable_thinking=false", "={enable_thinking: false}"])
+def test_dictionary_settings_take_new_keys_without_a_plus(written):
+    assert load_config([f"data.chat_template_kwargs{written}"]).data.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_a_users_own_folder_adds_choices(tmp_path):
