@@ -146,6 +146,13 @@ class Config:
         self.reward = replace(self.reward, functions=functions)
         if self.environment.factory is None and any(function.name == ENVIRONMENT for function in functions):
             raise ValueError("reward.functions: environment needs environment.factory, whose get_reward it is")
+        scoring = {name for entry in self.data.sources for name in entry.reward}
+        idle = [function.name for function in functions if self.data.sources and function.name not in scoring]
+        if idle:
+            raise ValueError(
+                f"reward.functions: {idle[0]} scores no prompt, as every entry of data.sources names others: give it "
+                "to one, or leave it out of reward.functions"
+            )
 
     @property
     def environment_weight(self) -> float:

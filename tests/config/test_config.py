@@ -242,6 +242,10 @@ WRONG = [
         ],
         "data.sources: reward=score could be each of /x/a.py:score, /x/b.py:score: give its file too",
     ),
+    (
+        ["data.source=''", "data.sources=[{source: a.jsonl, reward: gsm8k}]", "reward.functions=[gsm8k, kk]"],
+        "reward.functions: kk scores no prompt, as every entry of data.sources names others: give it to one, or",
+    ),
     (["reward.functions=[3]"], "reward.functions[0] must be a name or {name: ...}, got 3"),
     (["reward.functions=[{nam: kk}]"], "reward.functions: an entry takes name, weight, kwargs, not nam"),
     (["model.path=/no/such/folder"], "model.path=/no/such/folder is not a folder"),
