@@ -68,6 +68,7 @@ PAIRS = (
     ("rollout.tensor_parallel>1", "cluster.rollout_gpus=0|1", "its processes cannot share a GPU"),
     ("rollout.engine=vllm", "cluster.weight_sync=auto|object_store|broadcast", "vLLM's memory is its own"),
     ("rollout.engine=vllm", "rollout.temperature>=0.01", "vLLM takes lower ones for it"),
+    ("rollout.engine=vllm run.eval_temperature>0", "run.eval_temperature>=0.01", "vLLM takes lower ones for it"),
     ("rollout.engine=vllm", "model.lm_head_fp32=false", "vLLM's head has the dtype of its weights"),
     ("rollout.engine=vllm learner.lora_rank>0", "learner.lora_publish=merged", "vLLM is given whole weights"),
     ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),

@@ -336,6 +336,10 @@ WRONG = [
         ["rollout.engine=vllm", "cluster.colocate=true", "rollout.tensor_parallel=2"],
         "rollout.tensor_parallel must be 1 with cluster.colocate=true, got 2",
     ),
+    (
+        ["rollout.engine=vllm", "run.eval_temperature=0.002"],
+        "run.eval_temperature must be >= 0.01 with rollout.engine=vllm, run.eval_temperature=0.002, got 0.002: vLLM",
+    ),
     (["rollout.engine=vllm", "rollout.preemption=park"], "rollout.preemption must be auto or recompute with rollout"),
     (["rollout.engine=vllm", "rollout.schedule=dynamic_slot"], "rollout.schedule must be token_budget or"),
     (["rollout.tensor_parallel=2"], "rollout.engine must be vllm with rollout.tensor_parallel=2, got native"),
