@@ -237,12 +237,12 @@ class ProcessPool:
         process: FunctionProcess | None = getattr(self._of_thread, "process", None)
         if process is None:
             process = self._of_thread.process = FunctionProcess(self._reward, self._functions)
-            self._tell_changed_files()
             with self._lock:
                 if self._closed:
                     process.kill()
                     raise RuntimeError("the reward worker was closed while it scored")
                 self._running.add(process)
+            self._tell_changed_files()
         return process
 
     def _tell_changed_files(self) -> None:
