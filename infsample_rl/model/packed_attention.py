@@ -27,6 +27,9 @@ from infsample_rl.model.row_cuts import Fold, RowCuts
 PACKED_ATTENTION = "infsample_packed"
 # The kernel for decoding, which torch takes below 128 queries, has no choice for several query heads a key-value head.
 ALWAYS_TRAINS = {"FORCE_USE_FLEX_ATTENTION": True}
+# Compilations of FlexAttention that a process may need; torch allows 8. It compiles anew by which tensors need a
+# gradient, and where a row's sizes happen to be equal or 1, such as its blocks and the heads.
+MOST_COMPILATIONS = 64
 
 
 def takes_flex_attention(head_size: int, dtype: torch.dtype) -> bool:
@@ -63,9 +66,9 @@ def packed_attention(
     if cuts.block_mask is not None and takes_flex_attention(query.shape[-1], query.dtype):
         if prompt is not None:
             key, value = torch.cat([prompt[0], key], 2), torch.cat([prompt[1], value], 2)
-        output = _compiled_flex_attention()(
-            query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True, kernel_options=ALWAYS_TRAINS
-        )
+        options = {"block_mask": cuts.block_mask, "scale": scaling, "enable_gqa": True, "kernel_options": ALWAYS_TRAINS}
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+            output = _compiled_flex_attention()(query, key, value, **options)
         return output.transpose(1, 2), None
     return folded_attention(query, key, value, scaling, cuts, prompt), None
 

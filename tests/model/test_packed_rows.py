@@ -1,11 +1,14 @@
 """Packed rows: the tokens, the attention and the log-probabilities are those of every sample alone."""
 
 import copy
+import dataclasses
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     LlamaConfig,
@@ -280,6 +283,35 @@ def test_block_masks_are_those_that_flex_attention_makes_of_every_pair(is_shared
         for name in names:
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
         assert (found.seq_lengths, found.BLOCK_SIZE) == (wanted.seq_lengths, wanted.BLOCK_SIZE)
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """FlexAttention as torch traces it, without a compiler behind, and with gradients."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    attention._compiled_flex_attention.cache_clear()
+    yield
+    torch._dynamo.reset()
+    attention._compiled_flex_attention.cache_clear()
+
+
+@pytest.mark.slow  # torch traces nine times
+def test_one_process_compiles_flex_attention_for_rows_of_all_kinds(flex_on_cpu):
+    for num_tokens, needs_gradient in itertools.product((500, 700, 2), ("", "qv", "qkv")):
+        cuts = dataclasses.replace(pack_prompt(np.arange(num_tokens), "cpu").cuts, shared=None)
+        masked = dataclasses.replace(cuts, block_mask=build_block_mask(cuts.segments, num_tokens, "cpu"))
+        tensors = [
+            torch.randn(1, heads, num_tokens, 16, requires_grad=name in needs_gradient)
+            for name, heads in zip("qkv", (4, 2, 2), strict=True)
+        ]
+        with torch.set_grad_enabled(bool(needs_gradient)):
+            found, wanted = (
+                attention.packed_attention(torch.nn.Identity(), *tensors, None, 0.25, cuts=each)[0]
+                for each in (masked, cuts)
+            )
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.gpu
