@@ -256,5 +256,5 @@ def check_architecture(model: PreTrainedModel) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, cut to what fits into a warning."""
-    return str(error).strip().split("\n")[0][:200]
+    """The first line of an error's text, or its type where it has none, cut to what fits into a warning."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]

@@ -11,6 +11,7 @@ import torch
 
 from infsample_rl.rollout.engine import cuda_decode, sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
+from infsample_rl.rollout.engine.graph_cache import why_no_graphs
 from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
@@ -212,15 +213,32 @@ def test_calls_of_other_prompts_run_the_same_graphs(model, tokenizer):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("fault", ["other hidden states", "no such instruction"])
+class TritonsError(Exception):
+    """Triton's errors are no RuntimeErrors, and it may be absent here."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("0 active drivers"), TritonsError("ptxas\nfailed"), TritonsError()])
+def test_whatever_triton_fails_with_keeps_steps_from_being_captured(model, tokenizer, monkeypatch, error):
+    paged_attention = pytest.importorskip("infsample_rl.rollout.kernels.paged_attention")
+
+    def broken(*arguments):
+        raise error
+
+    monkeypatch.setattr(paged_attention, "write_tokens", broken)
+    engine = make_engine(model, tokenizer, max_prompt_tokens=9)
+    said = str(error).split("\n")[0] or "TritonsError"
+    assert why_no_graphs(engine.runner) == f"Triton does not work here ({said})"
+
+
+@pytest.mark.parametrize("fault", ["other hidden states", "no such instruction", "out of resource"])
 def test_steps_that_fail_or_differ_at_their_first_trial_are_not_captured(make_model, tokenizer, monkeypatch, fault):
     model = make_model()
     wanted = make_engine(model, tokenizer, max_new_tokens=4).generate(PROMPTS, seed=1)
     step = cuda_decode.DecodeGraphs.step
 
     def broken(graphs, first_logits):
-        if fault == "no such instruction":
-            raise RuntimeError(fault)
+        if fault != "other hidden states":
+            raise RuntimeError(fault) if fault == "no such instruction" else TritonsError(fault)
         drawn = step(graphs, first_logits)
         graphs.hidden.mul_(1.1)
         return drawn
