@@ -16,7 +16,9 @@ PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
 STOP = {3, 17, 40}  # of 64 tokens: samples end after 20 tokens on average
 
 
-def make_engine(model, tokenizer, *, stop=STOP, max_prompt_tokens=None, exact=False, **settings) -> SamplingEngine:
+def make_engine(
+    model, tokenizer, *, stop=STOP, max_prompt_tokens=None, doubles=False, exact=False, **settings
+) -> SamplingEngine:
     """An engine whose warnings are not of interest; `settings` beside those of six samples in three slots."""
     from infsample_rl.config import RolloutConfig
     from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
@@ -25,7 +27,8 @@ def make_engine(model, tokenizer, *, stop=STOP, max_prompt_tokens=None, exact=Fa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ends = None if stop is None else set(stop)
-        own = {"stop_token_ids": ends, "max_prompt_tokens": max_prompt_tokens, "exact": exact}
+        prompts = {"max_prompt_tokens": max_prompt_tokens, "doubles": doubles}
+        own = {"stop_token_ids": ends, "exact": exact, **prompts}
         return SamplingEngine(model, tokenizer, config, **own)
 
 

@@ -52,6 +52,7 @@ class Chat:
             load_policy_folder(config.model, device),
             self.tokenizer,
             config.rollout,
+            doubles=True,
             lm_head_fp32=config.model.lm_head_fp32,
         )
         self.messages: list[dict[str, str]] = []

@@ -57,7 +57,7 @@ def build(checkpoint: str, options: ServeOptions, overrides: list[str], key: str
     tokenizer = load_tokenizer(config.model)
     check_template_kwargs(tokenizer, config.data)
     model = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
-    engine = SamplingEngine(model, tokenizer, config.rollout, lm_head_fp32=config.model.lm_head_fp32)
+    engine = SamplingEngine(model, tokenizer, config.rollout, doubles=True, lm_head_fp32=config.model.lm_head_fp32)
     queue = RequestQueue(engine, config.run.seed, most_waiting=options.waiting)
     served = Served(
         name=options.name or checkpoint,

@@ -35,6 +35,7 @@ class SamplingEngine(RolloutEngine):
         *,
         stop_token_ids: set[int] | None = None,
         max_prompt_tokens: int | None = None,
+        doubles: bool = False,
         lm_head_fp32: bool = False,
         shared_probe: bool = False,
         reserved_bytes: int = 0,
@@ -44,15 +45,15 @@ class SamplingEngine(RolloutEngine):
         exact: bool = False,
     ) -> None:
         """`exact`: as ModelRunner's. `adapters`: what is published, merged into the model at every version.
-        `stop_token_ids` None: those of the
-        model's generation config, the tokenizer and the settings together.
+        `stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
 
-        `max_prompt_tokens`: longest prompt to come; None: with the default KV budget,
-        and with auto, the pool is allocated at the first call, and again at a longer prompt. `shared_probe`: the length
-        probe belongs to a run: it predicts with what `lengths.watch.load` brings, and `learn` hands over what it saw;
-        else it learns from each call for the next. Of a pool that takes what is free, `reserved_bytes`: what it leaves
-        to others in this process; `sharers`: engines of other processes on the CPU and this one; `gpu_part`: of the
-        GPU's memory, what is this process's. ValueError for what cannot work.
+        `max_prompt_tokens`: longest prompt to come; None: with the default KV budget, and with auto, the pool is
+        allocated at the first call, and again at a longer prompt; `doubles`: then for longer ones to come too, where
+        memory allows, since captured steps go with a pool. `shared_probe`: the length probe belongs to a run: it
+        predicts with what `lengths.watch.load` brings, and `learn` hands over what it saw; else it learns from each
+        call for the next. Of a pool that takes what is free, `reserved_bytes`: what it leaves to others in this
+        process; `sharers`: engines of other processes on the CPU and this one; `gpu_part`: of the GPU's memory, what is
+        this process's. ValueError for what cannot work.
         """
         self._adapters = adapters
         kv_dtype = rollout_config.kv_dtype
@@ -66,10 +67,12 @@ class SamplingEngine(RolloutEngine):
         lengths = LengthSource(rollout_config, tokenizer, self.runner.device, hidden_size, shared=shared_probe)
         super().__init__(rollout_config, tokenizer, lengths, stop_token_ids, model.generation_config)
         self.vocab_size, self.context = self.runner.vocab_size, self.runner.context
+        self._max_new_tokens = rollout_config.max_new_tokens  # of which sample_by() may allow fewer
         self.pool = EnginePool(
             rollout_config,
             self.runner,
             max_prompt_tokens=max_prompt_tokens,
+            doubles=doubles,
             reserved_bytes=reserved_bytes,
             sharers=sharers,
             gpu_part=gpu_part,
@@ -109,9 +112,9 @@ class SamplingEngine(RolloutEngine):
         sampler = self._new_sampler(temperature)
         parking = self.pool.open_parking() if config.schedule == "token_budget" else None
         prompts = min(config.most_prompts, most_rows, max(len(groups), 1))
-        # Those of every call where they are known: graphs stay, and attention is divided alike.
-        longest = max([self.pool.max_prompt_tokens or 1, *(len(group.prompt_ids) for group in groups)])
-        pages = -(-config.max_new_tokens // page_size), -(-longest // page_size)
+        # The most of any call, so that graphs stay.
+        most_tokens = max(self._max_new_tokens, config.max_new_tokens), self.pool.longest_prompt
+        pages = [-(-tokens // page_size) for tokens in most_tokens]
         # rows, or rows and the tokens drafted after them
         most = most_rows if self._speculation is None else max(most_rows, MOST_QUERIES)
         batch = RowBatch(most, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)

@@ -6,6 +6,8 @@ Graphs themselves are in test_cuda_graphs.py; here the step that they capture ru
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -207,6 +209,19 @@ def test_calls_of_other_prompts_run_the_same_graphs(model, tokenizer):
     seen = set()
     for prompts in (PROMPTS, PROMPTS[:1], [[5] * 40, [7] * 9], PROMPTS[1:]):
         wanted = make_engine(model, tokenizer, max_new_tokens=4, prompts_at_once="auto").generate(prompts, seed=1)
+        assert ends_of(engine.generate(prompts, seed=1)) == ends_of(wanted)
+        (graphs,) = engine.pool.graphs._kept.values()
+        seen.add(id(graphs))
+    assert len(seen) == 1
+
+
+def test_requests_of_other_lengths_run_the_same_graphs(model, tokenizer):
+    settings = {"page_size": 4, "prompts_at_once": "auto", "doubles": True}
+    engine = make_engine(model, tokenizer, static=True, **settings)
+    seen = set()
+    for most, prompts in ((20, [[5] * 9, [6] * 3]), (3, [[5] * 2]), (9, [[7] * 16, [8] * 15]), (24, [[9] * 5])):
+        engine.sample_by(replace(engine.config, max_new_tokens=most))
+        wanted = make_engine(model, tokenizer, max_new_tokens=most, **settings).generate(prompts, seed=1)
         assert ends_of(engine.generate(prompts, seed=1)) == ends_of(wanted)
         (graphs,) = engine.pool.graphs._kept.values()
         seen.add(id(graphs))

@@ -15,7 +15,7 @@ import torch
 
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.disk import IN_MEMORY, file_system
-from infsample_rl.rollout.engine import parked_kv
+from infsample_rl.rollout.engine import engine_pool, parked_kv
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from tests import engines
@@ -177,6 +177,37 @@ def test_the_pool_is_equal_to_the_byte_for_any_group(model, tokenizer, schedule)
         pools.add(engine.stats.kv_pool_bytes)
         peaks.append(engine.stats.peak_kv_bytes)
     assert len(pools) == 1 and max(peaks) <= pools.pop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "free_pages", "expected"),
+    [
+        ({"slots": 1}, 1000, [12, 12, 12, 20, 68, 104]),  # of a context of 100
+        ({"slots": 1}, 0, [9, 10, 12, 13, 64, 94]),
+        ({"kv_budget_bytes": "auto"}, 1000, [12, 12, 12, 20, 68, 104]),
+        ({"kv_budget_bytes": "auto"}, 98, [12, 12, 12, 20, 68, 94]),
+        ({"kv_budget_tokens": 94}, 1000, [94] * 6),
+    ],
+    ids=str,
+)
+def test_a_pool_for_any_prompts_doubles_within_what_is_free(
+    make_model, tokenizer, monkeypatch, settings, free_pages, expected
+):
+    model = make_model(max_position_embeddings=100)
+    settings = {"slots": None, "group_size": 1, "prompts_at_once": 1, "page_size": 1, "max_new_tokens": 4} | settings
+    engine = make_engine(model, tokenizer, doubles=True, **settings)
+    page_bytes = engine.runner.page_bytes(1)
+    # half of what is free and of what the pool has is the pool's on the CPU
+    monkeypatch.setattr(engine_pool, "free_bytes", lambda *_: (2 * free_pages - engine.num_pages) * page_bytes)
+    found = []
+    for size in (5, 6, 8, 9, 60, 90):
+        engine.generate([[1] * size], 0)
+        found.append(engine.num_pages)
+    assert found == expected
+    if free_pages == 98:
+        with pytest.raises(ValueError, match="98 pages of 1 tokens, too few for a prompt of 95 tokens"):
+            engine.generate([[1] * 95], 0)
+        assert engine.pool.longest_prompt == 90
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's call is Linux's")
