@@ -212,10 +212,15 @@ def speculation_of(config: RolloutConfig, runner: ModelRunner) -> Speculation | 
     on_gpu = runner.device.type == "cuda" and isinstance(runner.decoder, FusedDecoder) and not runner.length_rope
     kernels = None
     if config.speculates and (runner.is_exact or on_gpu):
-        kernels = cpu_kernels.load() if on_gpu else runner.kernels
+        kernels = cpu_kernels.load("no tokens are drafted") if on_gpu else runner.kernels
     if kernels is not None:
         return Speculation(kernels, None if config.speculate == "auto" else int(config.speculate), holds_up=on_gpu)
     if config.speculate not in ("auto", "0"):
+        if on_gpu:
+            raise ValueError(
+                f"rollout.speculate={config.speculate} needs a C++ compiler, for what finds the tokens to draft, and "
+                "none works here: install g++, name one in CXX, or take rollout.speculate=0"
+            )
         raise ValueError(
             f"rollout.speculate={config.speculate} needs the compiled decoder or Llama, Qwen2 or Qwen3 on a GPU, and "
             f"this is model type {runner.model.config.model_type} in {runner.dtype} on {runner.device.type}; take "

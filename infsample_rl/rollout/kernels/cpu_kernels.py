@@ -38,13 +38,13 @@ POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctyp
 
 
 @functools.cache
-def load() -> Kernels | None:
-    """The kernels, compiled if need be; None, after one warning that says why, where they cannot be had."""
+def load(without: str = "decoding takes torch's operators, slower, and no tokens are drafted") -> Kernels | None:
+    """The kernels, compiled if need be; None, after one warning that says why, and how it goes on `without`, where they
+    cannot be had."""
     try:
         return Kernels(ctypes.CDLL(str(_library_path())), ctypes.CDLL(_openmp_path()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        without = "decoding on a CPU takes torch's operators, slower, and no tokens are drafted"
         warnings.warn(f"no compiled CPU kernels ({reason}): {without}", stacklevel=2)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine import speculation as speculation_module
+from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.speculation import Record, Speculation, StepCost
 from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.schedule import drafter as drafter_module
@@ -242,6 +244,20 @@ def test_a_model_without_a_compiled_decoder_drafts_nothing_and_refuses_a_number(
     assert make_engine(model, make_tokenizer()).generate(PROMPTS, seed=1)
     with pytest.raises(ValueError, match="rollout.speculate=3 needs the compiled decoder"):
         make_engine(model, make_tokenizer(), speculate=3)
+
+
+def test_on_a_gpu_without_a_c_compiler_nothing_is_drafted_and_that_is_what_is_said(monkeypatch, make_model):
+    def without_compiler():
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(cpu_kernels, "_compile_command", without_compiler)
+    monkeypatch.setattr(cpu_kernels, "load", cache(cpu_kernels.load.__wrapped__))
+    runner = ModelRunner(make_model().to(torch.bfloat16))
+    runner.device = torch.device("cuda")
+    with pytest.warns(UserWarning, match=r"\(no C\+\+ compiler\): no tokens are drafted$"):
+        assert speculation_module.speculation_of(RolloutConfig(), runner) is None
+    with pytest.raises(ValueError, match=r"rollout.speculate=3 needs a C\+\+ compiler.*rollout.speculate=0$"):
+        speculation_module.speculation_of(RolloutConfig(speculate=3), runner)
 
 
 def test_drafts_take_pages_that_nobody_holds_and_give_them_back():
