@@ -21,6 +21,9 @@ from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
 
 HEAD_ROWS = 32  # rows whose logits exist at a time, always so many: in another shape a row might get other bits
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
+# Of drawing in a process, where torch allows 8 and draws uncompiled from then on: it compiles anew for all sampling
+# parameters, of which a server is asked for many, and for other numbers of prompt places.
+MOST_COMPILATIONS = 64
 WARM_UP_STEPS = 3  # before a capture: kernels are compiled and cuBLAS takes its workspace
 
 
@@ -121,7 +124,9 @@ class DecodeGraphs:
             rows = slice(start, start + HEAD_ROWS)
             logits = self.runner.logits(self.hidden[rows])
             of_rows = (batch.prompt_of_row[rows], batch.keys[rows], batch.positions[rows])
-            self._advance(rows, self._draw(self.sampler, self._prompt_logits, logits, *of_rows))
+            with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+                drawn = self._draw(self.sampler, self._prompt_logits, logits, *of_rows)
+            self._advance(rows, drawn)
 
     def _advance(self, rows: slice, drawn: DrawnTensors) -> None:
         """Keep what was drawn for some rows, idle ones among them, and bring them on by a token."""

@@ -7,6 +7,7 @@ Graphs themselves are in test_cuda_graphs.py; here the step that they capture ru
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -226,6 +227,18 @@ def test_requests_of_other_lengths_run_the_same_graphs(model, tokenizer):
         (graphs,) = engine.pool.graphs._kept.values()
         seen.add(id(graphs))
     assert len(seen) == 1
+
+
+@pytest.mark.slow  # torch traces ten times
+def test_drawing_is_compiled_for_more_sampling_parameters_than_torch_allows(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    engine = make_engine(model, tokenizer, static=True, max_new_tokens=2)
+    engine.pool.graphs.compiles = True
+    for tenths in range(1, 11):
+        engine.generate(PROMPTS, seed=1, temperature=tenths / 10)
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(cuda_decode.draw_rows.__code__)) >= 10
+    torch._dynamo.reset()
 
 
 class TritonsError(Exception):
