@@ -111,7 +111,9 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
                 reports.append(worker.step(totals, is_last=is_last))
     finally:
         worker.close()
-    return update_metrics(reports)
+    metrics = update_metrics(reports)
+    # of a KL in the reward alone nothing is computed here
+    return metrics if objective.reference_in_loss else metrics | {"learner/kl": None}
 
 
 def _reference_logprobs(recorded: RecordedStep, config: Config) -> list[ReferenceResult]:

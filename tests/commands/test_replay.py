@@ -113,12 +113,12 @@ def other(recorded_run, tmp_path):
 def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, other, adapters):
     recorded = read_recording(recorded_run.folder, 1)
 
-    def kl(*changes: str) -> float:
+    def kl(*changes: str) -> float | None:
         config = replay.replay_config(recorded_run.folder, [*adapters, *changes])
         return replay.replay(config, recorded, None)["learner/kl"]
 
     own = kl(f"reference.path={other}")
-    assert own > 1e-4 and kl() < 1e-6
+    assert own > 1e-4 and kl() < 1e-6 and kl("objective.kl=none") is None
     if not adapters:
         assert own == pytest.approx(kl(f"reference.path={other}", "reference.placement=learner"), rel=1e-5)
 
