@@ -198,17 +198,17 @@ def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path
     [
         (True, ["environment"], []),
         (False, ["gsm8k"], []),
-        (True, ["gsm8k"], ["environment.factory=a.py:A gives rewards, which reward.functions leaves out"]),
+        (True, ["gsm8k"], ["a.py:A gives rewards, which reward.functions leaves out"]),
     ],
 )
 def test_rewards_of_an_environment_that_nothing_names_are_told_of(rewards, functions, said):
     config = load_config(["environment.factory=a.py:A", f"reward.functions=[{','.join(functions)}]"])
     found = _unused_rewards(config, SimpleNamespace(rewards=rewards))
-    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+    assert len(found) == len(said) and all(part in line for line, part in zip(found, said, strict=True))
     assert _unused_rewards(config, None) == []
 
 
 def test_an_environment_without_a_reward_is_refused_where_it_is_named_as_one():
     config = load_config(["environment.factory=a.py:A", "reward.functions=[environment]"])
-    with pytest.raises(ValueError, match=r"environment.factory=a.py:A has no get_reward, which reward.functions names"):
+    with pytest.raises(ValueError, match=r"environment.factory=/.*/a.py:A has no get_reward, which reward.fun"):
         check_turns(config, None, None, SimpleNamespace(rewards=False, form="tools"))
