@@ -1,7 +1,7 @@
 """The rules of health.py: thresholds, and why they are where they are. Pure.
 
 A rule looks at the last few steps, never at one alone: a step of few prompts is noisy. Thresholds lie beyond what runs
-that learn have shown; docs/warnings.md has the runs they were tried on.
+that learn have shown.
 """
 
 from __future__ import annotations
