@@ -17,6 +17,10 @@ PATH="$(dirname "$(command -v "$PYTHON")"):$PATH"
 # shellcheck source=launch/token.sh
 source "$here/token.sh"
 port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
+# Else the run would join the cluster that is there, and end with it.
+for choice in "PORT=$port" "DASHBOARD_PORT=$dashboard"; do
+  ! (exec 3<> "/dev/tcp/127.0.0.1/${choice#*=}") 2> /dev/null || fail "$choice is taken, perhaps by another cluster: set ${choice%%=*} to a free port"
+done
 
 cpus=${CPUS:-$("$PYTHON" -c '
 import os, sys

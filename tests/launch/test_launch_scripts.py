@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -43,6 +44,21 @@ def started():
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def stand_ins(environment, tmp_path):
+    """Writes commands and gives an environment that has them first."""
+
+    def write(**commands: str) -> dict[str, str]:
+        folder = tmp_path / "commands"
+        folder.mkdir()
+        for name, text in commands.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        return environment | {"PATH": f"{folder}:{environment['PATH']}"}
+
+    return write
+
+
 def test_a_token_is_made_once_with_mode_600_and_printed_nowhere(environment, tmp_path):
     path = tmp_path / "folder" / "token"
     command = ["bash", "-c", f"source {ROOT}/launch/token.sh; make_token; make_token; need_token"]
@@ -75,6 +91,19 @@ def test_wrong_use_of_submit_is_one_line(environment, arguments, said):
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["PORT", "DASHBOARD_PORT"])
+def test_local_joins_no_cluster_that_is_there(stand_ins, free_ports, tmp_path, name):
+    """The stand-in for ray is slow to fail, and `ray status` hears the other cluster."""
+    mine = stand_ins(ray='#!/bin/sh\n[ "$1" != start ] || { sleep 3; exit 1; }\n', python="#!/bin/sh\necho 1\n")
+    mine |= dict(zip(("PORT", "DASHBOARD_PORT"), map(str, free_ports(2)), strict=True))
+    mine |= {"PYTHON": "python", "RAY_AUTH_MODE": "disabled"}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        mine[name] = str(other.getsockname()[1])
+        done = subprocess.run([ROOT / "launch" / "local.sh"], env=mine, cwd=tmp_path, capture_output=True, text=True)
+    said = f"error: {name}={mine[name]} is taken, perhaps by another cluster: set {name} to a free port\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 @pytest.mark.slow
 def test_local_trains_passes_signals_on_ends_its_cluster_and_goes_on(
     environment, settings, free_ports, short_folder, tmp_path, wait_for, started
@@ -101,23 +130,16 @@ def test_local_trains_passes_signals_on_ends_its_cluster_and_goes_on(
 
 @pytest.mark.slow
 def test_slurm_passes_the_signal_on_and_requeues(
-    environment, settings, free_ports, short_folder, tmp_path, wait_for, started
+    stand_ins, settings, free_ports, short_folder, tmp_path, wait_for, started
 ):
     (port,) = free_ports(1)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
     slurm = {
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NAME": "mine",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_SUBMIT_DIR": str(tmp_path),
     }
-    mine = (
-        environment
-        | slurm
-        | {"PATH": f"{tmp_path}:{environment['PATH']}", "SHORT_FOLDER": str(short_folder), "PORT": str(port)}
-    )
+    mine = stand_ins(srun=SRUN, scontrol=SCONTROL) | slurm | {"SHORT_FOLDER": str(short_folder), "PORT": str(port)}
     del mine["RAY_AUTH_TOKEN_PATH"]
     run_dir = tmp_path / "runs" / "chosen"
     job = started([ROOT / "launch" / "slurm.sbatch", *settings, "run.dir=runs/chosen", "run.steps=400"], mine, tmp_path)
