@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -21,6 +22,7 @@ while [[ ${1:-} == --* ]]; do shift; done
 [ "$1" = ray ] || exec "$@"
 exec "$@" --temp-dir="$SHORT_FOLDER/slurm" --object-store-memory=100000000 --num-cpus=4
 """
+SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": "localhost"}
 SCONTROL = """#!/usr/bin/env bash
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$SHORT_FOLDER/requeued"; fi
 """
@@ -128,18 +130,33 @@ def test_local_trains_passes_signals_on_ends_its_cluster_and_goes_on(
     assert "going on after step" in (tmp_path / "output").read_text()
 
 
+@pytest.mark.parametrize(
+    ("commands", "code", "said"),
+    [
+        ({}, 2, "no interpreter python on "),
+        ({"python": "#!/bin/sh\n"}, 2, "no ray on the PATH or beside python: activate the environment before sbatch"),
+        ({"python": "#!/bin/sh\n", "ray": "#!/bin/sh\necho the disk is full >&2; exit 1\n"}, 1, "the disk is full"),
+    ],
+    ids=["no-python", "no-ray", "no-token"],
+)
+def test_slurm_says_why_it_ends_and_leaves_no_token(stand_ins, tmp_path, commands, code, said):
+    """On a path with nothing of an environment but the commands given."""
+    for name in ("bash", "env", "sh", "dirname", "hostname", "mkdir", "mktemp", "rm", "cat"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    mine = stand_ins(**commands) | SLURM | {"SLURM_SUBMIT_DIR": str(tmp_path), "PYTHON": "python"}
+    mine["PATH"] = f"{tmp_path / 'commands'}:{tmp_path}"
+    done = subprocess.run([ROOT / "launch" / "slurm.sbatch"], env=mine, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.glob("runs/*/.ray_token_*"))
+
+
 @pytest.mark.slow
 def test_slurm_passes_the_signal_on_and_requeues(
     stand_ins, settings, free_ports, short_folder, tmp_path, wait_for, started
 ):
     (port,) = free_ports(1)
-    slurm = {
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NAME": "mine",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }
-    mine = stand_ins(srun=SRUN, scontrol=SCONTROL) | slurm | {"SHORT_FOLDER": str(short_folder), "PORT": str(port)}
+    mine = stand_ins(srun=SRUN, scontrol=SCONTROL) | SLURM | {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    mine |= {"SHORT_FOLDER": str(short_folder), "PORT": str(port)}
     del mine["RAY_AUTH_TOKEN_PATH"]
     run_dir = tmp_path / "runs" / "chosen"
     job = started([ROOT / "launch" / "slurm.sbatch", *settings, "run.dir=runs/chosen", "run.steps=400"], mine, tmp_path)
