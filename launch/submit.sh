@@ -28,7 +28,8 @@ working_dir=$(dirname "$here")
 grace='' follow=1 action=submit run_dir=''
 follower=''
 settings=()
-EXCLUDED='"runs", ".git", ".venv", "venv", "env", "wandb", "outputs", "build", "dist", "*.egg-info", "**/__pycache__", ".*_cache", ".env", "*.pem", "*.key"'
+# As in a .gitignore: without a slash at any depth, where a package may be called build or env.
+EXCLUDED='"/runs", ".git", "/wandb", "/outputs", "/build", "/dist", "*.egg-info", "**/__pycache__", ".*_cache", ".env", "*.pem", "*.key"'
 
 case ${1:-} in
   follow | status | stop)
@@ -140,6 +141,9 @@ grace=${grace:-150}
 [[ $grace =~ ^[0-9]+$ ]] || fail "--grace must be whole seconds, got $grace"
 [ -n "${seconds:-}" ] || [ "$grace" -le 30 ] || job+=("run.grace_s=$((grace - 30))") # else a save of more than its 30 s is not begun
 [ -d "$working_dir" ] || fail "--working-dir $working_dir is not a folder"
+for mark in "$working_dir"/{,.[!.]}*/{pyvenv.cfg,conda-meta}; do # an environment by what it holds: env/ may be the project's code
+  [ ! -e "$mark" ] || EXCLUDED+=", \"/$(basename "$(dirname "$mark")")\""
+done
 
 ray job submit --address "$address" --submission-id "$id" --working-dir "$working_dir" --no-wait --log-style record \
   --runtime-env-json "{\"excludes\": [$EXCLUDED], \"env_vars\": {\"RAY_JOB_STOP_WAIT_TIME_S\": \"$grace\"}}" \

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import socket
 import stat
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,27 @@ def test_wrong_use_of_submit_is_one_line(environment, arguments, said):
         [ROOT / "launch" / "submit.sh", *arguments], env=without_token, capture_output=True, text=True
     )
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_job_gets_the_projects_code_and_leaves_environments_and_keys(stand_ins, tmp_path):
+    """As Ray packs the folder with what submit.sh tells it to leave out."""
+    from ray._private.runtime_env.packaging import create_package
+
+    code = {"env/game.py", "src/env/__init__.py", "src/build/model.py", "src/runs/table.py", "reward.py"}
+    left = {"runs/a/log", "build/x.o", "conda/conda-meta/history", ".venv/pyvenv.cfg", ".venv/a.py"}
+    left |= {"py/pyvenv.cfg", "src/key.pem", ".env", "src/__pycache__/a.pyc", ".mypy_cache/a"}
+    for name in code | left:
+        path = tmp_path / "project with code" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    mine = stand_ins(ray='#!/usr/bin/env bash\nprintf "%s\\n" "$@" > asked\n') | {"RAY_AUTH_MODE": "disabled"}
+    command = [ROOT / "launch" / "submit.sh", "--no-follow", "--working-dir", "project with code"]
+    subprocess.run(command, env=mine, cwd=tmp_path, check=True)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    excluded = json.loads(asked[asked.index("--runtime-env-json") + 1])["excludes"]
+    create_package(str(tmp_path / "project with code"), tmp_path / "packed.zip", True, excludes=excluded)
+    names = zipfile.ZipFile(tmp_path / "packed.zip").namelist()
+    assert {name for name in names if not name.endswith("/")} == code
 
 
 @pytest.mark.parametrize("name", ["PORT", "DASHBOARD_PORT"])
