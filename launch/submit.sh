@@ -79,12 +79,16 @@ code_of() {
 
 follow_job() {
   # The stream can break while the job goes on: it is taken up again, from its start, until the job has ended.
-  local status=RUNNING
+  local status=RUNNING misses=0
   while [ "$status" = RUNNING ] || [ "$status" = PENDING ]; do
     ray job logs --address "$address" --follow --log-style record "$1" 2> /dev/null & # in the background, so that a trap acts at once
     follower=$!
     wait "$follower" || true
-    status=$(status_of "$1") || fail "the job server at $address does not know $1, or does not answer"
+    until status=$(status_of "$1"); do # as through a tunnel that is made anew
+      [ $((misses += 1)) -lt 12 ] || fail "the job server at $address does not answer for $1, which may go on: launch/submit.sh follow $1"
+      sleep 5
+    done
+    misses=0
     sleep 1
   done
   echo "$1: $status"
@@ -101,8 +105,9 @@ command -v ray > /dev/null || fail "no ray on the PATH: activate the environment
 if [ "$action" != submit ]; then
   [ ${#settings[@]} -eq 1 ] || fail "launch/submit.sh $action ID"
   id=${settings[0]}
+  [ "$action" = stop ] || status=$(status_of "$id") || fail "the job server at $address does not know $id, or does not answer"
   case $action in
-    status) status_of "$id" || fail "the job server at $address does not know $id, or does not answer" ;;
+    status) echo "$status" ;;
     follow) follow_job "$id" ;;
     stop)
       stop_job "$id"

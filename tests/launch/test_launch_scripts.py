@@ -24,6 +24,11 @@ while [[ ${1:-} == --* ]]; do shift; done
 [ "$1" = ray ] || exec "$@"
 exec "$@" --temp-dir="$SHORT_FOLDER/slurm" --object-store-memory=100000000 --num-cpus=4
 """
+# A job server that gives one answer of a file at every question for a status, `-` for none.
+RAY_JOB = """#!/usr/bin/env bash
+[ "$2" = status ] || exit 0
+read -r answer < answers && sed -i 1d answers && [ "$answer" != - ] && echo "Job 'mine' $answer"
+"""
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": "localhost"}
 SCONTROL = """#!/usr/bin/env bash
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$SHORT_FOLDER/requeued"; fi
@@ -114,6 +119,25 @@ def test_a_job_gets_the_projects_code_and_leaves_environments_and_keys(stand_ins
     create_package(str(tmp_path / "project with code"), tmp_path / "packed.zip", True, excludes=excluded)
     names = zipfile.ZipFile(tmp_path / "packed.zip").namelist()
     assert {name for name in names if not name.endswith("/")} == code
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "said"),
+    [
+        ("running - - running - succeeded", 0, "mine: SUCCEEDED"),
+        ("running - stopped", 130, "mine: STOPPED"),
+        ("running" + 12 * " -" + " succeeded", 2, "does not answer for mine, which may go on"),
+        ("- running", 2, "does not know mine, or does not answer"),
+    ],
+    ids=["back", "back-stopped", "away", "unknown"],
+)
+def test_a_followed_job_outlives_a_broken_connection(stand_ins, tmp_path, answers, code, said):
+    mine = stand_ins(ray=RAY_JOB, sleep="#!/bin/sh\n") | {"RAY_AUTH_MODE": "disabled"}
+    (tmp_path / "answers").write_text(answers.replace(" ", "\n") + "\n")
+    command = [ROOT / "launch" / "submit.sh", "follow", "mine"]
+    done = subprocess.run(command, env=mine, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["PORT", "DASHBOARD_PORT"])
