@@ -84,6 +84,23 @@ def test_the_ray_job_has_what_the_operator_needs_and_no_root(ray_job):
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_rays_object_store_fits_into_the_shared_memory_given(ray_job, monkeypatch):
+    """By Ray's own sums, for the pods and for a large machine that runs the image; else it goes to the disk."""
+    from ray._private import utils
+
+    cluster = ray_job["spec"]["rayClusterSpec"]
+    given = [(1024, int(size)) for size in re.findall(r"--shm-size=(\d+)g", (ROOT / "docs/launch.md").read_text())]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (shared,) = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if volume["name"] == "shared-memory"]
+        memory = pod["containers"][0]["resources"]["limits"]["memory"]
+        given.append((int(memory.removesuffix("Gi")), int(shared.removesuffix("Gi"))))
+    assert len(given) == 3
+    for memory, shared in given:
+        monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda size=shared: size * 2**30)
+        assert utils.resolve_object_store_memory(memory * 2**30) <= shared * 2**30
+
+
 def instructions() -> list[tuple[str, str]]:
     """(instruction, arguments) of the Dockerfile, continued lines joined."""
     text = re.sub(r"\\\n", " ", (ROOT / "docker" / "Dockerfile").read_text())
