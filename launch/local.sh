@@ -52,7 +52,7 @@ end_cluster() {
 }
 trap end_cluster EXIT
 signalled=
-trap 'signalled=1; [ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null' TERM INT # a shell starts what is in the background with SIGINT ignored
+trap 'signalled=1; [ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null || true' TERM INT # a shell starts what is in the background with SIGINT ignored
 
 up=
 for _ in $(seq 120); do

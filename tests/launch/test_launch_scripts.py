@@ -153,6 +153,19 @@ def test_local_joins_no_cluster_that_is_there(stand_ins, free_ports, tmp_path, n
     assert (done.returncode, done.stderr) == (2, said)
 
 
+@pytest.mark.parametrize("script", ["local.sh", "slurm.sbatch"])
+def test_a_signal_after_the_run_leaves_its_exit_code(stand_ins, free_ports, tmp_path, script):
+    """As a second Ctrl-C; the stand-in for a node sends it when it is told to end."""
+    ray = "#!/bin/sh\n[ $1 = start ] || exit 0\ntrap 'kill -TERM $PPID $!; sleep 1; exit' TERM\nsleep 60 & wait\n"
+    mine = stand_ins(ray=ray, python="#!/bin/sh\necho 1\n", srun=SRUN, scontrol=SCONTROL) | SLURM
+    mine |= dict(zip(("PORT", "DASHBOARD_PORT"), map(str, free_ports(2)), strict=True))
+    mine |= {"PYTHON": "python", "RAY_AUTH_MODE": "disabled", "SLURM_SUBMIT_DIR": str(tmp_path), "SHORT_FOLDER": "/tmp"}
+    (tmp_path / "scratch").mkdir()
+    mine["TMPDIR"] = str(tmp_path / "scratch")
+    done = subprocess.run([ROOT / "launch" / script], env=mine, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 0 and not list((tmp_path / "scratch").iterdir())
+
+
 @pytest.mark.slow
 def test_local_trains_passes_signals_on_ends_its_cluster_and_goes_on(
     environment, settings, free_ports, short_folder, tmp_path, wait_for, started
