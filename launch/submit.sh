@@ -41,18 +41,15 @@ while [ $# -gt 0 ]; do
   case $1 in
     --help | -h) sed -n '2,/^# Checked/{/^# Checked/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" && exit 0 ;;
     --no-follow) follow= ;;
-    --address | --id | --working-dir | --grace)
+    --address | --id | --working-dir | --grace | --config-dir)
       [ $# -gt 1 ] || fail "$1 needs a value"
       case $1 in
         --address) address=$2 ;;
         --id) id=$2 ;;
         --working-dir) working_dir=$2 ;;
         --grace) grace=$2 ;;
+        --config-dir) settings+=("$1" "$2") ;;
       esac
-      shift
-      ;;
-    --config-dir)
-      settings+=("$1" "${2:-}")
       shift
       ;;
     --*) fail "there is no option $1 (launch/submit.sh --help)" ;;

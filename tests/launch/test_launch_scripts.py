@@ -84,6 +84,7 @@ def test_a_token_is_made_once_with_mode_600_and_printed_nowhere(environment, tmp
     ("arguments", "said"),
     [
         (["--address"], "--address needs a value"),
+        (["--config-dir"], "--config-dir needs a value"),
         (["--wait"], "there is no option --wait"),
         (["cluster.address=10.0.0.1:6379"], "a job runs on the cluster it is submitted to; give --address"),
         (["run.dir=~/runs"], "give an absolute path"),
