@@ -154,6 +154,14 @@ def test_local_joins_no_cluster_that_is_there(stand_ins, free_ports, tmp_path, n
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def test_slurm_does_not_wait_for_a_head_node_that_has_ended(stand_ins, tmp_path):
+    mine = stand_ins(ray='#!/bin/sh\n[ "$1" = get-auth-token ]\n', srun=SRUN, scontrol=SCONTROL) | SLURM
+    mine |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SHORT_FOLDER": "/tmp", "PYTHON": "bash"}
+    command = [ROOT / "launch" / "slurm.sbatch"]
+    done = subprocess.run(command, env=mine, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (1, "error: the head node on localhost did not start\n")
+
+
 @pytest.mark.parametrize("script", ["local.sh", "slurm.sbatch"])
 def test_a_signal_after_the_run_leaves_its_exit_code(stand_ins, free_ports, tmp_path, script):
     """As a second Ctrl-C; the stand-in for a node sends it when it is told to end."""
