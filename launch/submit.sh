@@ -147,9 +147,12 @@ for mark in "$working_dir"/{,.[!.]}*/{pyvenv.cfg,conda-meta}; do # an environmen
   [ ! -e "$mark" ] || EXCLUDED+=", \"/$(basename "$(dirname "$mark")")\""
 done
 
-ray job submit --address "$address" --submission-id "$id" --working-dir "$working_dir" --no-wait --log-style record \
+said=$(ray job submit --address "$address" --submission-id "$id" --working-dir "$working_dir" --no-wait --log-style record \
   --runtime-env-json "{\"excludes\": [$EXCLUDED], \"env_vars\": {\"RAY_JOB_STOP_WAIT_TIME_S\": \"$grace\"}}" \
-  -- python -m infsample_rl.main ${job[@]+"${job[@]}"} "run.dir=$(quoted "$run_dir")" cluster.address=auto > /dev/null
+  -- python -m infsample_rl.main ${job[@]+"${job[@]}"} "run.dir=$(quoted "$run_dir")" cluster.address=auto 2>&1 > /dev/null) || {
+  reason=$(grep -E '^[A-Za-z_.]+(Error|Exception): ' <<< "$said" | tail -n 1) || true # of a traceback of a hundred lines
+  fail "$id was not submitted to $address: ${reason:-$said}"
+}
 echo "$id: submitted to $address; run.dir=$run_dir; ${grace} s between SIGTERM and SIGKILL"
 [ -n "$follow" ] || exit 0
 trap 'echo "stopping $id"; stop_job "$id"; wait "$follower" || true; echo "$id: $(status_of "$id")"; exit 130' INT TERM

@@ -101,6 +101,23 @@ def test_wrong_use_of_submit_is_one_line(environment, arguments, said):
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ('Traceback:\n  raise\nKeyError: 1\n\nray.exceptions.AuthenticationError: no "$5"\n\nMore', 'no "$5"'),
+        ("no space left on device", "no space left on device"),
+    ],
+    ids=["traceback", "line"],
+)
+def test_a_job_that_is_not_submitted_says_why_in_one_line(stand_ins, tmp_path, told, reason):
+    (tmp_path / "told").write_text(told)
+    mine = stand_ins(ray="#!/bin/sh\ncat told >&2; exit 1\n") | {"RAY_AUTH_MODE": "disabled"}
+    command = [ROOT / "launch" / "submit.sh", "--id", "mine"]
+    done = subprocess.run(command, env=mine, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: mine was not submitted to http://127.0.0.1:8265: ")
+    assert done.stderr.endswith(f"{reason}\n") and len(done.stderr.splitlines()) == 1
+
+
 def test_a_job_gets_the_projects_code_and_leaves_environments_and_keys(stand_ins, tmp_path):
     """As Ray packs the folder with what submit.sh tells it to leave out."""
     from ray._private.runtime_env.packaging import create_package
