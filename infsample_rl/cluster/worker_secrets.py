@@ -9,7 +9,7 @@ given: a node may have been started with keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from infsample_rl.config import Config
 from infsample_rl.config.secrets import is_secret_name
@@ -35,17 +35,23 @@ def check_reward_environment(config: Config) -> None:
 
 
 def worker_secrets(config: Config) -> dict[str, Secrets]:
-    """Role -> the keys its workers are given: the hub's who load models, reward.environment and judges' for reward.
+    """Role -> the keys its workers are given: the hub's who load models, reward.environment's who run rewards or
+    environments, judges' for reward.
 
     Roles are those of placement.worker_groups. W&B's key is nobody's but the driver's.
     """
-    hub = {name: os.environ.get(name) for name in HUB_NAMES}
+    hub, named = _values(HUB_NAMES), _values(config.reward.environment)
     given: dict[str, Secrets] = {group.role: dict(hub) for group in worker_groups(config)}
-    named = {name: os.environ.get(name) for name in [*config.reward.environment, *_keys_of_judges(config)]}
+    if config.environment.is_set:
+        given["learner" if config.shares_process else "rollout"] |= named
     names = [function.name for function in config.reward.functions]
     # functions run others' code: only a reward model by hub name brings the hub's token; local paths are absolute
     from_hub = any(name.startswith("model:") and not os.path.isabs(name.removeprefix("model:")) for name in names)
-    return given | {"reward": named | (hub if from_hub else {})}
+    return given | {"reward": named | _values(_keys_of_judges(config)) | (hub if from_hub else {})}
+
+
+def _values(names: Iterable[str]) -> Secrets:
+    return {name: os.environ.get(name) for name in names}
 
 
 def _keys_of_judges(config: Config) -> list[str]:

@@ -50,10 +50,18 @@ def test_the_hubs_token_goes_to_who_loads_models_and_to_reward_workers_only_with
     assert worker_secrets(load_config(with_reward_model))["reward"] == hub
 
 
-def test_named_keys_go_to_reward_workers_alone():
-    given = worker_secrets(load_config(["objective=no_kl", "reward.environment=[JUDGE_API_KEY]"]))
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        ([], {"reward"}),
+        (["environment.factory=game.py:Game"], {"reward", "rollout"}),
+        (["environment.factory=game.py:Game", "cluster.colocate=true"], {"reward", "learner"}),
+    ],
+)
+def test_named_keys_go_to_who_runs_rewards_or_environments(settings, roles):
+    given = worker_secrets(load_config(["objective=no_kl", "reward.environment=[JUDGE_API_KEY]", *settings]))
     assert given["reward"] == {"JUDGE_API_KEY": "j-planted"}
-    assert not any("JUDGE_API_KEY" in keys for role, keys in given.items() if role != "reward")
+    assert {role for role, keys in given.items() if "JUDGE_API_KEY" in keys} == roles
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch):
 
 
 def test_its_key_goes_to_the_reward_worker_alone(entry, monkeypatch):
-    config = load_config(["objective=no_kl"])
+    config = load_config(["objective=no_kl", "environment.factory=game.py:Game"])
     config.reward = RewardConfig(functions=[entry(key="JUDGE")])
     with pytest.raises(ValueError, match="reward.functions: judge: key names JUDGE, which is not set"):
         check_reward_environment(config)
