@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.reward.environment_process import DIED
+from infsample_rl.reward.environment_process import DIED, REFUSED
 from infsample_rl.reward.environment_server import EnvironmentServer
 from infsample_rl.reward.policy_conversation import Asked, are_ids, is_tool
 from infsample_rl.types import Answered, EpisodeStart, Request
@@ -259,6 +259,8 @@ class EnvironmentHost:
             raise ProcessEnded("its process ended")
         if read.startswith(DIED):  # alone: bytes of two processes never come together
             raise ProcessEnded(f"its process died ({read[len(DIED) :].decode(errors='replace')})")
+        if read.startswith(REFUSED):
+            raise EnvironmentFailed(read[len(REFUSED) :].decode(errors="replace"))
         for level, kind, data in ancillary:
             if not episode.pid and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 episode.pid = CREDENTIALS.unpack(data[: CREDENTIALS.size])[0]

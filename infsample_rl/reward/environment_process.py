@@ -27,7 +27,8 @@ JSON, so that the host unpickles nothing a user's code could have made.
                                             null where the environment has none, or a function leaves it out
     ("close",)                      ->
                                     <-      {}
-                                    <-      DIED, "exit code 3", no end of a line: of a fork that has ended by itself
+                                    <-      DIED, "exit code 3", no end of a line: of a fork that has ended by itself;
+                                            REFUSED, why: there is none
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from infsample_rl.reward.linux_sandbox import NAME, SUBREAPER, prctl
 from infsample_rl.reward.policy_conversation import Asked, Message
 from infsample_rl.reward.user_function import describe_error
 
-DIED = b"\0"  # in no line of JSON
+DIED, REFUSED = b"\0", b"\1"  # in no line of JSON
 MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
 
 
@@ -98,7 +99,12 @@ def main(isolation: Isolation) -> None:
             _, handed, _, _ = socket.recv_fds(host, 1, 1)
             if not handed:
                 os._exit(0)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # it costs this trajectory, not those that have a process
+                limit = "raise the limit of processes (ulimit -u, or the container's)"
+                _say(handed[0], REFUSED + f"no further process: {error.strerror}; {limit}".encode())
+                continue
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 host.close()
@@ -118,8 +124,13 @@ def _bury(lines: dict[int, int], isolation: Isolation) -> None:
                 how = how_ended(os.waitstatus_to_exitcode(ended[1]))
                 if how == "killed by SIGKILL" and isolation.level != "none":
                     how += f"; a worker's environments share reward.memory_limit={isolation.memory_limit}"
-                with contextlib.suppress(OSError), socket.socket(fileno=line) as host:  # it may have closed its end
-                    host.send(DIED + how.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                _say(line, DIED + how.encode())
+
+
+def _say(line: int, word: bytes) -> None:
+    """The last word on a line, which is closed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=line) as host:  # it may have closed its end
+        host.send(word, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 class HostGone(Exception):

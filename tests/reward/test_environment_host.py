@@ -684,6 +684,41 @@ def test_environments_whose_server_is_killed_go_on_in_another(file, killed, capl
     assert ("killed by SIGKILL" if killed == "the server" else "its keeper was killed") in caplog.text
 
 
+LIMITED = """
+import errno
+
+fork = os.fork
+
+
+def limited():
+    if os.path.exists(__file__ + ".full"):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+
+
+os.fork = limited
+"""
+
+
+def test_a_process_that_cannot_be_had_costs_its_own_episode(tmp_path):
+    file, full = tmp_path / "limited.py", tmp_path / "limited.py.full"
+    file.write_text(COUNTER + LIMITED)
+    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
+    try:
+        asked(host, "act", "left", key="before", end=False)
+        server, pid = host._server, host._episodes["before"].pid
+        full.touch()
+        failed = "no further process: Resource temporarily unavailable; raise the limit of processes (ulimit -u, or "
+        assert asked(host, "act", "up")["failed"].startswith(failed)
+        full.unlink()
+        assert asked(host, "act", "up")["said"] == "you said up"
+        host.ask("before", ("act", "down"))
+        assert answers(host, 1)["before"]["ended"]
+        assert host._server is server and host._episodes["before"].pid == pid
+    finally:
+        host.close()
+
+
 def test_a_host_that_is_closed_starts_no_server_again(file):
     host = EnvironmentHost(config_of(factory=f"{file}:Game"))
     keeper = host._server._keeper.pid
