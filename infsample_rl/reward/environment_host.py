@@ -124,6 +124,8 @@ class EnvironmentHost:
     def _answer(self, key: Hashable, episode: _Episode, request: Request, before: list[Answered]) -> None:
         try:
             with episode.lock:
+                if episode.is_over:  # nobody waits for it
+                    return
                 episode.called_at = time.monotonic()
                 episode.done += before
                 found = self._ask(episode, request)

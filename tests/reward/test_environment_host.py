@@ -640,6 +640,19 @@ def test_it_is_known_since_when_a_call_runs_and_that_it_waits_for_a_worker(file)
         host.close()
 
 
+def test_what_is_not_wanted_any_more_is_not_begun(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Counter", workers=1))
+    try:
+        for key in range(3):
+            host.open(key, EpisodeStart(0, {"target": 1}))
+            host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
+        ended = host._episodes[1]
+        host.end(1)
+        assert set(answers(host, 2)) == {0, 2} and ended.line is None
+    finally:
+        host.close()
+
+
 def test_an_environment_that_is_not_wanted_any_more_closes_what_it_holds_within_its_time(file, tmp_path, monkeypatch):
     monkeypatch.setattr(environment_host, "CLOSE_LIMIT_S", 2.0)
     host, held = EnvironmentHost(config_of(factory=f"{file}:Held")), [tmp_path / name for name in ("ends", "hangs")]
