@@ -12,7 +12,7 @@ from infsample_rl import lasting_imports
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_micro_groups, unseal
 from infsample_rl.cluster.observed import Observed, with_control, with_groups
 from infsample_rl.cluster.reference_actors import ReferenceCalls
-from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
+from infsample_rl.cluster.worker_secrets import Secrets
 from infsample_rl.config import Config
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
@@ -42,7 +42,7 @@ class RolloutCalls(Observed):
     """A rollout worker."""
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
-        take_secrets(secrets)
+        self.begin(secrets)
         with lasting_imports():
             from infsample_rl.cluster.environments import environments_of
             from infsample_rl.plan.learner_memory import resting_bytes
@@ -112,7 +112,7 @@ class RewardCalls(Observed):
     """A reward worker; returns floats only."""
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
-        take_secrets(secrets)
+        self.begin(secrets)
         with lasting_imports():
             from infsample_rl.reward.worker import RewardWorker
 
@@ -134,7 +134,7 @@ class LearnerCalls(Observed):
     """One learner rank."""
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
-        take_secrets(secrets)
+        self.begin(secrets)
         with lasting_imports():
             from infsample_rl.learner.worker import LearnerWorker
 
@@ -205,7 +205,7 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
     """A rollout worker and a learner rank that take turns: so many running steps, a learner row, and so on."""
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
-        take_secrets(secrets)
+        self.begin(secrets)
         with lasting_imports():
             from infsample_rl.cluster.colocated import ColocatedWorker, TurnLock
 

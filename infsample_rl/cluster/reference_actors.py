@@ -10,7 +10,7 @@ import ray
 from infsample_rl import lasting_imports
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, unseal
 from infsample_rl.cluster.observed import Observed, status_of, with_control
-from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
+from infsample_rl.cluster.worker_secrets import Secrets
 from infsample_rl.config import Config
 from infsample_rl.types import ReferenceResult
 
@@ -23,7 +23,7 @@ class ReferenceCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, index: int, beside: list[dict[str, Any]]):
         """`beside`: options of the actors of the other ranks, which end with this process, since it makes them."""
-        take_secrets(secrets)
+        self.begin(secrets)
         with lasting_imports():
             from infsample_rl.learner.reference import ReferenceWorker
             from infsample_rl.model.weight_sync.store import host_store
@@ -58,7 +58,7 @@ class ReferenceRankCalls(Observed):
     """Another rank of a reference worker: it takes part in what rank 0 is asked."""
 
     def __init__(self, secrets: Secrets, config: Config, index: int, rank: int, meeting: StoreAddress):
-        take_secrets(secrets)
+        self.begin(secrets)
         with lasting_imports():
             from infsample_rl.learner.reference import ReferenceWorker
             from infsample_rl.model.weight_sync.store import open_store

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from infsample_rl.cluster.actors import ColocatedCalls, LearnerCalls
 from infsample_rl.cluster.colocated import TurnLock
 from infsample_rl.cluster.messages import seal
+from infsample_rl.cluster.observed import Observed
 from infsample_rl.cluster.reference_actors import ReferenceCalls
 from infsample_rl.types import ReferenceReport, ReferenceResult, RowWork
 from tests.tiny_models import reference_tokens
 
 ROWS = seal([RowWork(row=None, prompt_ids={}, totals=totals, row_id=None) for totals in (None, "totals", "totals")])
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [(256, 4096, 4096), (1024, 2**20, 65536), (1024, resource.RLIM_INFINITY, 65536), (2**20, 2**20, None)],
+)
+def test_a_worker_may_hold_a_file_for_every_trajectory(monkeypatch, soft, hard, raised):
+    """Not as few as the shell lets a program that it starts, whoever starts the worker."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: set_limits.append(limit))
+    Observed().begin({})
+    assert set_limits == ([] if raised is None else [(resource.RLIMIT_NOFILE, (raised, hard))])
 
 
 def test_a_learner_ranks_progress_grows_with_every_row_of_a_call():
