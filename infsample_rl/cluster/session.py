@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections import Counter
@@ -85,6 +86,7 @@ class Session:
         variables = allocator_environment(role, group.gpus, samples=self._config.shares_process)
         python = rollout_interpreter(self._config) if role == "rollout" else None
         if python is not None:
+            python = shlex.quote(python)  # Ray makes it part of a shell's command
             variables = variables | {DRIVERS_PYTHON: sys.executable}
         elif forks(group):
             python = forked_python()

@@ -4,6 +4,7 @@ runs at once."""
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import ray
 from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infsample_rl.cluster.interruption import Interruption
@@ -182,6 +184,13 @@ def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_lib
     assert allocator_environment("learner", 0.5) == {}, "its tensors are on a GPU"
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/mine.so")
     assert allocator_environment("learner", 0.0) == {}
+
+
+def test_an_interpreter_in_a_folder_with_a_space_is_one_word_of_rays_command(tmp_path):
+    python = tmp_path / "my models" / "python"
+    mine, _ = make_session(None, tmp_path, "rollout.engine=vllm", f"rollout.vllm_python='{python}'")
+    mine._bundles["rollout", 0] = (PlacementGroup.empty(), 0)
+    assert shlex.split(mine.options("rollout", 0)["runtime_env"]["py_executable"]) == [str(python)]
 
 
 @pytest.mark.slow
