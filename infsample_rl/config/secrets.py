@@ -23,15 +23,17 @@ _SECRET_VARIABLE = re.compile(
     r"(^|_)(KEY|TOKEN|SECRET|PASSPHRASE|PASSWD|CREDENTIALS?)(_|$)|PASSWORD|APIKEY", re.IGNORECASE
 )
 _LOGIN_IN_URL = re.compile(r":/{1,2}[^/@:\s]*:[^/@\s]+@")  # one slash where a path was made of it
+_NO_SECRETS = frozenset({"HF_TOKEN_PATH", "HF_HUB_DISABLE_IMPLICIT_TOKEN"})  # how the hub's token is found
 SHORTEST = 8  # a shorter value of a variable could stand anywhere by chance
 
 
 def is_secret_name(name: str) -> bool:
     """Whether an environment variable of this name is taken for a key.
 
-    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM are not.
+    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM,
+    HF_TOKEN_PATH are not.
     """
-    return _SECRET_VARIABLE.search(name) is not None
+    return name not in _NO_SECRETS and _SECRET_VARIABLE.search(name) is not None
 
 
 def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:

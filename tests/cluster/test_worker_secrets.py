@@ -35,7 +35,8 @@ def keys(monkeypatch):
 def test_names_of_keys():
     keys = ["WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "OPENAI_APIKEY", "DB_PASSWORD", "my_token"]
     assert all(map(is_secret_name, keys))
-    assert not any(map(is_secret_name, ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HOME", "MONKEY"]))
+    others = ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HOME", "MONKEY", "HF_TOKEN_PATH"]
+    assert not any(map(is_secret_name, [*others, "HF_HUB_DISABLE_IMPLICIT_TOKEN"]))
 
 
 def test_the_hubs_token_goes_to_who_loads_models_and_to_reward_workers_only_with_a_model_of_the_hub():
