@@ -56,11 +56,12 @@ def no_session_left_if_refused() -> Iterator[None]:
 def start_local(config: Config, note: Callable[[str], None]) -> None:
     """A new cluster on this machine, unless this process is in one; its ports listen on the loopback address alone.
 
-    Ray itself takes the token of this user's home folder. RuntimeError where Ray does not start.
+    Ray itself takes the token from its file. RuntimeError where Ray does not start, ValueError without that file.
     """
     global _session_folder
     if ray.is_initialized():
         return
+    _make_token()
     keep_token_private(note)
     os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
     with _started_without_secrets(), _small_node(), without_rays_sigterm_handler():
@@ -154,17 +155,34 @@ def without_rays_sigterm_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
+def _make_token() -> None:
+    """Make the file of Ray's token where there is none yet, with no mode of the umask's. ValueError where it cannot be
+    made."""
+    path = _token_path()
+    try:
+        if path is not None and not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+                file.write(generate_new_authentication_token())
+    except OSError as error:
+        raise ValueError(
+            f"Ray's token cannot be kept in {path} ({error.strerror}): set RAY_AUTH_TOKEN_PATH to a file in a folder "
+            "that you may write to"
+        ) from None
+
+
 def keep_token_private(note: Callable[[str], None]) -> None:
-    """Give the file of Ray's token mode 600, whoever made it; make it where Ray would, with the umask's mode."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or "RAY_AUTH_TOKEN" in os.environ:
-        return
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if "RAY_AUTH_TOKEN_PATH" not in os.environ and not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as file:
-            file.write(generate_new_authentication_token())
-    if path.is_file() and path.stat().st_mode & 0o077:
+    """Give the file of Ray's token mode 600, whoever made it."""
+    path = _token_path()
+    if path is not None and os.path.isfile(path) and path.stat().st_mode & 0o077:
         try:
             path.chmod(0o600)
         except OSError as error:  # another user's, or a pod's read-only volume
             note(f"warning: others can read {path}, the cluster's token, and its mode stays ({error.strerror})")
+
+
+def _token_path() -> Path | None:
+    """Where Ray looks for its token; None where it needs no file."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or "RAY_AUTH_TOKEN" in os.environ:
+        return None
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

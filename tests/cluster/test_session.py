@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infsample_rl.cluster import local_ray
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.local_ray import start_local
 from infsample_rl.cluster.session import Session
@@ -445,6 +447,23 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
             assert "asks for a token, and this process has none or another" in join(variables)
     finally:
         stop_node(head)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_user_without_a_home_names_the_file_of_the_token(tmp_path, monkeypatch, named):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(address_info={"session_dir": str(tmp_path)}))
+    monkeypatch.setattr(local_ray, "_start_fork_server", lambda _: None)
+    if named:
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+        start_local(load_config([]), print)
+        assert (tmp_path / "token").stat().st_size >= 32 and (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    else:
+        with pytest.raises(ValueError, match=r"kept in .*/nowhere/.ray/auth_token \(No such .* RAY_AUTH_TOKEN_PATH"):
+            start_local(load_config([]), print)
 
 
 @pytest.mark.slow
