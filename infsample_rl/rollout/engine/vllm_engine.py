@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +21,7 @@ from infsample_rl.config import Config
 from infsample_rl.model.architecture import KVShape, context_of, last_hidden_size
 from infsample_rl.model.generation import load_generation_config
 from infsample_rl.model.loading import build_outline, load_model_config
+from infsample_rl.model.tensor_files import TensorFile
 from infsample_rl.model.weight_sync.buckets import unpack_tensors
 from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import MicroGroups
@@ -244,9 +244,14 @@ class VLLMEngine(RolloutEngine):
             if self.config.tensor_parallel == 1:  # in this process
                 self._llm.collective_rpc("load_tensors", args=(tensors,))
             else:
-                with tempfile.TemporaryDirectory(dir=_shared_folder()) as folder:
-                    save_file(dict(tensors), Path(folder) / "weights.safetensors")
-                    self._llm.collective_rpc("load_file", args=(str(Path(folder) / "weights.safetensors"),))
+                shapes = [(name, getattr(torch, dtype), shape) for name, dtype, shape, *_ in manifest.entries]
+                with open(os.memfd_create("weights"), "wb") as memory:  # without a name, it is gone with this process
+                    path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
+                    file = TensorFile(Path(path), shapes)
+                    for name, tensor in tensors:
+                        file.write(name, tensor)
+                    file.close()
+                    self._llm.collective_rpc("load_file", args=(path,))
         except Exception as error:
             raise EngineFailed(f"weights did not all reach vLLM: {last_words(error)}") from error
         if self._rests:
@@ -281,8 +286,3 @@ def unclaimed_bytes(device: torch.device, reserved_bytes: int) -> int:
         return reserved_bytes
     free, total = torch.cuda.mem_get_info(device)
     return max(0, reserved_bytes - (total - free))
-
-
-def _shared_folder() -> str | None:
-    """Where the processes of one machine map the same memory."""
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config import ModelConfig, RolloutConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.tokenizer import load_tokenizer
+from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of, stream_buckets
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.engine.vllm_engine import VLLMEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).with_name("vllm_script.py")
@@ -127,6 +130,32 @@ def test_a_model_split_over_two_processes_gives_the_same_samples(found, tmp_path
     settings = {**PLAIN, "slots": 6, "tensor_parallel": 2}
     split = run_vllm(tmp_path, [["split", settings, options]])["split"]
     assert split["tokens"] == found["other weights"]["tokens"]
+
+
+class Split:
+    """vLLM in several processes, as far as weights go."""
+
+    llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+
+    def collective_rpc(self, name: str, args: tuple[str]) -> None:
+        code = (
+            "import os, sys\nfrom safetensors.torch import load_file\n"
+            "print(os.stat(sys.argv[1]).st_nlink, load_file(sys.argv[1]))"
+        )
+        self.asked = name
+        self.found = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True).stdout
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+
+def test_weights_on_their_way_to_several_processes_are_in_no_folder_that_a_kill_would_leave():
+    named = [("a", torch.arange(3.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16))]
+    engine, vllm = VLLMEngine.__new__(VLLMEngine), Split()
+    engine._llm, engine._rests, engine.config = vllm, False, RolloutConfig(engine="vllm", tensor_parallel=2)
+    manifest = plan_weights(shapes_of(named), 1, 2**16)
+    engine.load({}, manifest, stream_buckets(named, manifest, 2**16), 2**16)
+    assert vllm.asked == "load_file" and vllm.found.split(maxsplit=1) == ["0", f"{dict(named)}\n"]
 
 
 @pytest.mark.slow
