@@ -215,7 +215,7 @@ def learn(options: GroupSizeOptions) -> int:
         arguments = [
             *(
                 *shared_arguments(options),
-                f"data.eval_source={Path(options.rare or '').resolve() / FILES[run.held_out]}",
+                f"data.eval_source={Path(options.rare or '').resolve() / FILES[run.part]}",
             ),
             *(f"data.prompts_per_step={options.samples // size}", f"rollout.group_size={size}", f"run.seed={run.seed}"),
             *(f"learner.lr={run.lr}", "learner.lr_schedule=constant", f"run.steps={options.steps}"),

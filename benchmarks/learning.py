@@ -11,6 +11,7 @@ evaluations apart.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterable
@@ -61,7 +62,11 @@ class LearningOptions:
     prompts_per_step: int = option(8, "prompts of a step", low=1)
     group_size: int = option(8, "G", low=2)
     max_new_tokens: int = option(96, "longest response", low=1)
-    threads: int = option(2, "CPU threads of TRL; ours shares the machine's cores among its workers", low=1)
+    threads: int = option(
+        len(os.sched_getaffinity(0)),
+        "CPU threads of TRL; ours shares the machine's cores among its workers; default: all cores",
+        low=1,
+    )
     trl_rows: int = option(
         8, "sequences of TRL's micro-batch; the fastest of benchmarks.train's at natural lengths", low=1
     )
@@ -119,7 +124,7 @@ def write_problems(folder: Path) -> None:
 def settings_of(options: LearningOptions) -> dict[str, Any]:
     """What two runs that are compared have in common."""
     names = ("model", "steps", "eval_every", "eval_samples", "prompts_per_step", "group_size", "max_new_tokens")
-    return {name: getattr(options, name) for name in names}
+    return {name: getattr(options, name) for name in (*names, "threads", "trl_rows")}
 
 
 def our_arguments(options: LearningOptions, run: Run) -> list[str]:
@@ -127,7 +132,7 @@ def our_arguments(options: LearningOptions, run: Run) -> list[str]:
     folder = Path(options.out).resolve()
     return [
         *("+experiment=arithmetic_smollm2", "data=default", f"model.path={options.model}", f"run.seed={run.seed}"),
-        *(f"data.source={folder / 'trained.jsonl'}", f"data.eval_source={folder / run.held_out}.jsonl"),
+        *(f"data.source={folder / 'trained.jsonl'}", f"data.eval_source={folder / run.part}.jsonl"),
         *("data.instruction='Give only the number.'", f"data.prompts_per_step={options.prompts_per_step}"),
         *(f"reward.functions=[{{name: '{REWARD}:last_number'}}]", f"rollout.group_size={options.group_size}"),
         *(f"rollout.max_new_tokens={options.max_new_tokens}", "rollout.temperature=1.0", "objective.advantage=std"),

@@ -33,12 +33,12 @@ class Run:
     side: str
     lr: float
     seed: int
-    held_out: str  # the part of the problems that is evaluated: tuning or held_out
+    part: str  # of the problems that is evaluated: tuning, where a learning rate is searched, or held_out
 
     @property
     def name(self) -> str:
         """That of its file and of its folder."""
-        return f"{self.side.replace('=', '')}_lr{self.lr:g}_seed{self.seed}_{self.held_out}"
+        return f"{self.side.replace('=', '')}_lr{self.lr:g}_seed{self.seed}_{self.part}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Study:
 
 def measured(records: Iterable[Record]) -> list[Record]:
     """Those that were not to find a learning rate."""
-    return [record for record in records if record["seed"] != SEARCH_SEED]
+    return [record for record in records if record["part"] != "tuning"]
 
 
 def train_by_command(arguments: Sequence[str], run_dir: Path, timeout_s: float) -> Record:
@@ -112,7 +112,7 @@ def row_of(record: Record) -> Record:
         "last": f"{accuracies[-1]:.3f}",
         "seconds": f"{sum(record['seconds']):.0f}",
     }
-    seed = "search" if record["seed"] == SEARCH_SEED else record["seed"]
+    seed = "search" if record["part"] == "tuning" else record["seed"]
     return {"side": record["side"], "lr": f"{record['lr']:g}", "seed": seed} | shown
 
 
