@@ -175,23 +175,36 @@ def train_trl(options: LearningOptions, run: Run) -> Record:
 
 
 def compare(records: list[Record]) -> Iterable[str]:
-    """Each side's last accuracy over its seeds, and when ours reaches TRL's mean: as a share of TRL's runs, where all
-    of at least three say on which side of 1 it lies."""
-    sides = {side: [record for record in records if record["side"] == side] for side in SIDES}
+    """Each side's last accuracy over its seeds; when its runs first reach the lower of both sides' means, beside the
+    seconds of whole runs; and ours over TRL's of the same seeds, as rounds.ratio() tells it."""
+    sides = {side: {each["seed"]: each for each in records if each["side"] == side} for side in SIDES}
     yield from (last_accuracy(records, side) for side, own in sides.items() if own)
     if not all(sides.values()):
         return
-    end = mean(record["held_out"][-1][1] for record in sides["trl"])
-    seconds = [sum(record["seconds"]) for record in sides["trl"]]
-    for record in sides["ours"]:
-        reached = next((after for after, accuracy in over_seconds(record) if accuracy >= end), None)
-        if reached is None:
-            when = "never"
-        else:
-            share = ratio([reached] * len(seconds), seconds)
-            beside = "not told apart from" if share is None else f"{share} of"
-            when = f"after {reached:.0f} s, {beside} TRL's {mean(seconds):.0f}"
-        yield f"ours, seed {record['seed']}: TRL's mean of {end:.3f} {when}"
+    level = min(mean(each["held_out"][-1][1] for each in own.values()) for own in sides.values())
+    whole = {side: {seed: sum(each["seconds"]) for seed, each in own.items()} for side, own in sides.items()}
+    reached = {
+        side: {
+            seed: next((after for after, accuracy in over_seconds(each) if accuracy >= level), None)
+            for seed, each in own.items()
+        }
+        for side, own in sides.items()
+    }
+    for side in SIDES:
+        yield f"{side}: first at {level:.3f} after {listed(reached[side])} s, whole runs {listed(whole[side])} s"
+    yield f"ours / TRL: seconds to {level:.3f} {quotient(reached)}, of whole runs {quotient(whole)}"
+
+
+def listed(seconds: dict[int, float | None]) -> str:
+    """Of every seed."""
+    return ", ".join("never" if each is None else f"{each:.0f}" for each in seconds.values())
+
+
+def quotient(seconds: dict[str, dict[int, Any]]) -> str:
+    """Ours over TRL's, seed by seed; not told where a run never got there, or was there before its first step."""
+    ours, trl = ([seconds[side].get(seed) for seed in seconds["ours"]] for side in SIDES)
+    found = ratio(ours, trl) if all(ours + trl) else None
+    return "not told" if found is None else str(found)
 
 
 if __name__ == "__main__":

@@ -26,26 +26,62 @@ def test_no_pair_of_factors_is_in_two_parts(tmp_path):
     assert not any(first & second for first, second in combinations(parts.values(), 2))
 
 
-def record(side, seed, held_out, seconds):
-    return {"side": side, "lr": 1e-5, "seed": seed, "held_out": held_out, "seconds": seconds, "rewards": [0.5, 0.6]}
+def record(side, seed, held_out, seconds, part="held_out"):
+    run = {"side": side, "lr": 1e-5, "seed": seed, "part": part}
+    return run | {"held_out": held_out, "seconds": seconds, "rewards": [0.5] * len(seconds)}
 
 
-def test_what_is_compared(tmp_path):
-    runs = ((0, 0.5, 40.0), (1, 0.7, 50.0), (2, 0.6, 60.0))
-    trl = [record("trl", seed, [[0, 0.2], [2, last]], [50.0, last_s]) for seed, last, last_s in runs]
-    ours = [
-        record("ours", 0, [[0, 0.2], [1, 0.6], [2, 0.8]], [10.0, 12.0]),
-        record("ours", 1, [[0, 0.2]], [10.0]),
-        record("ours", 2, [[0, 0.2], [1, 0.8]], [100.0]),
-    ]
-    assert list(learning.compare([*ours, *trl])) == [
-        "ours: last 0.600 [0.200, 0.800] over 3 seeds",
-        "trl: last 0.600 [0.500, 0.700] over 3 seeds",
-        "ours, seed 0: TRL's mean of 0.600 after 10 s, 0.10 [0.09, 0.11] of TRL's 100",
-        "ours, seed 1: TRL's mean of 0.600 never",
-        "ours, seed 2: TRL's mean of 0.600 after 100 s, not told apart from TRL's 100",
-    ]
-    assert learning.draw([ours[0], *trl], learning.COLORS, tmp_path / "learning.png").stat().st_size > 10_000
+def curves(side, accuracies, seconds=10.0):
+    """A run for every seed, each with an evaluation of each step."""
+    return [record(side, seed, list(enumerate(each)), [seconds] * (len(each) - 1)) for seed, each in accuracies.items()]
+
+
+SAME = dict.fromkeys(range(3), [0.2, 0.5, 0.7, 0.7, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("ours", "trl", "said"),
+    [
+        (  # the first of several steps at the level counts on both sides
+            curves("ours", SAME),
+            curves("trl", SAME),
+            [
+                "ours: last 0.700 [0.700, 0.700] over 3 seeds",
+                "trl: last 0.700 [0.700, 0.700] over 3 seeds",
+                "ours: first at 0.700 after 20, 20, 20 s, whole runs 40, 40, 40 s",
+                "trl: first at 0.700 after 20, 20, 20 s, whole runs 40, 40, 40 s",
+                "ours / TRL: seconds to 0.700 not told, of whole runs not told",
+            ],
+        ),
+        (  # the level is that of the side that ends lower
+            curves("ours", SAME, 5.0),
+            curves("trl", dict.fromkeys(range(3), [0.2, 0.3, 0.4, 0.5, 0.5])),
+            [
+                "ours: first at 0.500 after 5, 5, 5 s, whole runs 20, 20, 20 s",
+                "trl: first at 0.500 after 30, 30, 30 s, whole runs 40, 40, 40 s",
+                "ours / TRL: seconds to 0.500 0.17 [0.17, 0.17], of whole runs 0.50 [0.50, 0.50]",
+            ],
+        ),
+        (  # a run never there, and one there before its first step
+            curves("ours", {0: [0.2, 0.4], 1: [0.2, 0.6], 2: [0.9, 0.5]}, 5.0),
+            curves("trl", dict.fromkeys(range(3), [0.2, 0.7])),
+            [
+                "ours: first at 0.500 after never, 5, 0 s, whole runs 5, 5, 5 s",
+                "trl: first at 0.500 after 10, 10, 10 s, whole runs 10, 10, 10 s",
+                "ours / TRL: seconds to 0.500 not told, of whole runs 0.50 [0.50, 0.50]",
+            ],
+        ),
+    ],
+)
+def test_both_sides_are_compared_at_their_first_evaluation_at_one_level(ours, trl, said, tmp_path):
+    assert list(learning.compare([*ours, *trl]))[-len(said) :] == said
+    assert learning.draw([*ours, *trl], learning.COLORS, tmp_path / "learning.png").stat().st_size > 10_000
+
+
+def test_no_seed_is_one_of_searches():
+    search, run = (record("ours", 100, [[0, 0.2]], [], part) for part in ("tuning", "held_out"))
+    assert learning.measured([search, run]) == [run]
+    assert [learning.row_of(each)["seed"] for each in (search, run)] == ["search", 100]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +96,14 @@ def test_what_is_compared(tmp_path):
 def test_bad_arguments_end_with_one_line_and_status_2(argument, said, refused, tiny_qwen3):
     given = [f"model={tiny_qwen3}", *([] if "trl_python" in argument else ["sides=[ours]"]), argument]
     assert said in refused(learning.main, *given)
+
+
+def test_runs_of_other_threads_or_micro_batches_are_not_compared(tiny_qwen3):
+    first, *others = (
+        learning.settings_of(learning.LearningOptions(model=str(tiny_qwen3), sides=["ours"], **changed))
+        for changed in ({"threads": 1}, {"threads": 2}, {"threads": 1, "trl_rows": 4})
+    )
+    assert first not in others
 
 
 @pytest.mark.peers
