@@ -199,7 +199,8 @@ def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dic
     """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for
     every active row."""
     tokens, seconds = sum(raw["lengths"]), raw["seconds"]
-    expected = options.group_size * options.max_new_tokens if options.ignore_eos else None
+    samples = options.group_size * len(facts["prompts"])
+    expected = samples * options.max_new_tokens if options.ignore_eos else None
     kv_read = kv_bytes_read(raw["lengths"], raw["running_steps"], options.prompt_tokens, facts["kv_bytes_per_token"])
     ideal = roofline_seconds(raw["running_steps"], facts["weight_bytes_read"], kv_read, facts["bandwidth"])
     timed = {int(rows): each for rows, each in (raw.get("step_seconds") or {}).items()}

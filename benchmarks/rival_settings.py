@@ -87,11 +87,11 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
     def blocks(tokens: int) -> int:
         return math.ceil(tokens / VLLM_BLOCK)
 
-    ample = blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1) + 1
+    group = blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1)
     budget = options.kv_budget_tokens() // VLLM_BLOCK
     variants = vllm_variants(facts["device"])
     return [
-        Measurement("vllm", [variant | {"num_blocks": ample} for variant in variants]),
+        Measurement("vllm", [variant | {"num_blocks": group * len(facts["prompts"])} for variant in variants]),
         Measurement("vllm/equal_kv", [variant | {"num_blocks": budget} for variant in variants]),
     ]
 
@@ -99,7 +99,7 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
 def vllm_variants(device: str) -> list[dict[str, Any]]:
     """How vLLM may be started. Seen on CPU: compiled with free threads (nobind) is fastest; compiling with bound ones
     (auto) took over nine minutes; in eager mode either binding can win."""
-    tried = [(True, "auto"), (False, "nobind")] if device == "cpu" else [(False, None), (True, None)]
+    tried = [(True, "auto"), (True, "nobind"), (False, "nobind")] if device == "cpu" else [(False, None), (True, None)]
     return [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
 
 
@@ -134,7 +134,7 @@ def _environment(settings: dict[str, Any]) -> dict[str, str]:
 def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """One measurement of vLLM, in the form of those of `engine_point.py`. Its pool holds one whole sample at least."""
     sample = workload["prompt_tokens"] + workload["max_new_tokens"]
-    blocks = max(settings["num_blocks"], math.ceil(sample / VLLM_BLOCK) + 1)  # it keeps one block for itself
+    blocks = max(settings["num_blocks"], math.ceil(sample / VLLM_BLOCK))
     spec = {
         name: workload[name]
         for name in ("dtype", "seed", "group_size", "max_new_tokens", "prompt_tokens", "ignore_eos")
@@ -148,7 +148,7 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
         "words": workload.get("words"),
         "stop_ids": facts["stop_ids"],
         "block_size": VLLM_BLOCK,
-        "num_blocks": blocks,
+        "num_blocks": blocks + 1,  # it keeps one for itself
         "max_num_seqs": workload["group_size"] * len(facts["prompts"]),
         "enforce_eager": settings["enforce_eager"],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from infsample_rl.config.command_line import option
 from infsample_rl.config.rollout import ENGINES, PREEMPTIONS, SCHEDULES
 
 TINY_POLICY = str(Path(__file__).resolve().parents[1] / "infsample_rl" / "assets" / "kk_tiny" / "policy")
+PROMPT_CHARACTERS = 400  # the most that a run's samples.jsonl has of a prompt, as controller/step_records.py says
 SHAPES = ("qwen3_1.7b", "qwen3_1.7b_two_layers", "qwen3_8b")
 
 
@@ -49,6 +51,22 @@ class Workload(ModelOptions):
         return self.slots * self.max_new_tokens + self.prompt_tokens
 
 
+def check_prompts(path: Path) -> None:
+    """ValueError for a file that has none, or only the ends of long ones."""
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        has_prompts = bool(records) and all("prompt" in each for each in records)
+    except (OSError, ValueError, TypeError):
+        has_prompts = False
+    if not has_prompts:
+        raise ValueError(f"prompts={path}: must have a prompt in every line; give a run's completions.jsonl")
+    if any("samples" in each and len(each["prompt"]) == PROMPT_CHARACTERS for each in records):
+        raise ValueError(
+            f"prompts={path}: has only the last {PROMPT_CHARACTERS} characters of a prompt; give the run's "
+            "completions.jsonl, which has all"
+        )
+
+
 @dataclass(kw_only=True)
 class EngineOptions(Workload):
     """Arguments of benchmarks.engine."""
@@ -72,7 +90,8 @@ class EngineOptions(Workload):
     speculate: list[str] = option(["auto"], "rollout.speculate of our engine, each measured")
     prompts: str | None = option(
         None,
-        "JSONL with a `prompt` in every line, as a run's samples.jsonl; none: one of prompt_tokens. Needs rivals=[]",
+        "JSONL with a `prompt` in every line, as a run's completions.jsonl (whole ones; its samples.jsonl cuts them); "
+        "none: one of prompt_tokens. Needs rivals=[]",
     )
     temperature: float = option(1.0, "temperature of our engine; another than 1 needs rivals=[]", above=0)
     num_prompts: int = option(8, "of prompts, the last different ones", low=1)
@@ -86,6 +105,8 @@ class EngineOptions(Workload):
     def __post_init__(self) -> None:
         if self.prompts is not None and self.rivals:
             raise ValueError(f"prompts={self.prompts}: rivals inside transformers take one prompt; give rivals=[]")
+        if self.prompts is not None:
+            check_prompts(Path(self.prompts))
         if self.temperature != 1 and (self.rivals or self.vllm_python):
             raise ValueError(f"temperature={self.temperature:g}: rivals sample at 1; give rivals=[] and no vllm_python")
         if self.vllm_python is not None and shutil.which(self.vllm_python) is None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import engine, engine_point, figures, learner_memory, memory
 from benchmarks.workload import Workload
 from infsample_rl.config import ModelConfig
+from infsample_rl.controller.step_records import PROMPT_CHARACTERS
 from infsample_rl.model.loading import load_model
 
 KEYS = ["name", "seconds", "tokens", "tokens_per_s", "running_steps"]
@@ -131,8 +132,19 @@ def test_an_update_of_either_side_has_every_token_and_weights_gradients_and_mome
             "rivals.vllm_python=nowhere/python: there is no such interpreter",
         ),
         (engine, "prompts=a.jsonl", "prompts=a.jsonl: rivals inside transformers take one prompt; give rivals=[]"),
+        (engine, "prompts=a.jsonl rivals=[]", "prompts=a.jsonl: must have a prompt in every line; give a run's"),
         (memory, "slots=[0]", "must be >= 1"),
     ],
 )
 def test_bad_arguments_end_with_one_line_and_status_2(command, argument, said, refused):
-    assert said in refused(command.main, argument)
+    assert said in refused(command.main, *argument.split())
+
+
+def test_prompts_that_a_run_has_cut_are_refused_with_the_file_that_has_them_whole(tmp_path, refused):
+    path = tmp_path / "samples.jsonl"
+    for characters in (PROMPT_CHARACTERS - 1, PROMPT_CHARACTERS):
+        path.write_text(json.dumps({"prompt": "a" * characters, "samples": [{"length": 1}]}) + "\n")
+        if characters < PROMPT_CHARACTERS:
+            assert engine.EngineOptions(prompts=str(path), rivals=[]).prompts == str(path)
+    said = f"{path}: has only the last 400 characters of a prompt; give the run's completions.jsonl, which has all"
+    assert said in refused(engine.main, f"prompts={path}", "rivals=[]")

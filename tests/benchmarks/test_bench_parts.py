@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import models, process
+from benchmarks import memory, models, process, rival_settings, vllm_point
 from benchmarks.engine import (
     EngineBenchmark,
     EngineOptions,
     fit_step_time,
     kv_bytes_read,
     ours_measurements,
+    record_of,
     roofline_seconds,
 )
-from benchmarks.memory import MemoryOptions, points, record_of
+from benchmarks.memory import MemoryOptions, points
 from benchmarks.rival_settings import micro_batch_rows, on_vllm, rival_measurements
 from benchmarks.workload import Workload
 from infsample_rl.cluster.rollout_interpreter import MADE_HERE
+from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
 
+FACTS = {"kv_bytes_per_token": 8, "device": "cpu", "prompts": [[1]], "stop_ids": []}
 BLOCK_BYTES = 32 * 2048  # of 32 tokens of the default model
 
 
@@ -54,9 +59,7 @@ def test_micro_batches_are_as_few_as_the_budget_allows_and_even(budget, row, gro
 
 def test_every_rival_runs_at_its_best_and_at_equal_kv():
     options = EngineOptions(vllm_python="python", group_size=32, slots=4, max_new_tokens=128, prompt_tokens=100)
-    found = {
-        each.name: each.variants for each in rival_measurements(options, {"kv_bytes_per_token": 8, "device": "cpu"})
-    }
+    found = {each.name: each.variants for each in rival_measurements(options, FACTS | {"prompts": [[1]] * 2})}
     assert list(found) == [
         "generate",
         "generate/equal_kv",
@@ -69,15 +72,87 @@ def test_every_rival_runs_at_its_best_and_at_equal_kv():
     assert {variant["rows"] for variant in found["generate/equal_kv"]} == {2}
     assert {variant["kv_tokens"] for variant in found["generate_batch/equal_kv"]} == {612}
     assert {variant["num_blocks"] for variant in found["vllm/equal_kv"]} == {19}  # 19 x 32 = 608 <= 612
+    assert {variant["num_blocks"] for variant in found["vllm"]} == {2 * (4 + 32 * 5)}  # room for all, of each prompt
+    tried = [(each["enforce_eager"], each["omp_bind"]) for each in found["vllm"]]
+    assert tried == [(True, "auto"), (True, "nobind"), (False, "nobind")]
 
 
-def test_our_schedules_on_vllm_have_the_blocks_that_it_has_by_itself():
+def test_our_schedules_on_vllm_have_the_blocks_that_it_has_by_itself(monkeypatch):
     settings = {"vllm_python": "python", "group_size": 32, "slots": 4, "max_new_tokens": 128, "prompt_tokens": 100}
     options = EngineOptions(engines=["native", "vllm"], schedules=["token_budget", "dynamic_slot", "lpt"], **settings)
-    found = {each.name: each for each in on_vllm(options, {"kv_bytes_per_token": 8, "device": "cpu"})}
+    found = {each.name: each for each in on_vllm(options, FACTS)}
     assert list(found) == ["ours_on_vllm/token_budget", "ours_on_vllm/lpt"]
-    budget = {variant["rollout"]["kv_budget_tokens"] for variant in found["ours_on_vllm/token_budget"].variants}
-    assert budget == {19 * 32} and {each.what for each in found.values()} == {"ours_on_vllm"}
+    assert {each.what for each in found.values()} == {"ours_on_vllm"}
+    monkeypatch.setattr(rival_settings, "run_script", lambda command, spec, **limits: spec)
+    *_, equal = rival_measurements(options, FACTS)
+    alone = rival_settings.measure_vllm(asdict(options), equal.variants[0], FACTS)
+    for variant in found["ours_on_vllm/token_budget"].variants:
+        config = models.rollout_config(asdict(options), **variant["rollout"])
+        pages = num_pool_pages(config, page_bytes=1, prompts=[options.prompt_tokens])
+        assert pages == 19 == alone["num_blocks"] - 1  # it keeps one for itself
+    assert alone["kv_pool_bytes"] == 19 * 32 * FACTS["kv_bytes_per_token"]
+
+
+def test_every_prompt_has_its_tokens():
+    options = EngineOptions(rivals=[], group_size=2, max_new_tokens=3, prompt_tokens=1)
+    facts = FACTS | {"prompts": [[1]] * 4, "weight_bytes_read": 1, "bandwidth": 1.0, "versions": {}}
+    raw = {"seconds": 1.0, "lengths": [3] * 8, "running_steps": 3, "peak_kv_bytes": 1, "peak_memory_bytes": 1}
+    assert record_of("ours", options, facts, raw | {"kv_pool_bytes": 1})["tokens_equal"]
+
+
+# A vLLM that decodes nothing, of which this process and one of its own hold more as they load than later.
+LOADS = """
+import subprocess, sys
+MUCH = 300 << 20
+HOLDS = f"import time; much = b'x' * {MUCH}; del much; print(flush=True); time.sleep(60)"
+
+class LLM:
+    def __init__(self, **options):
+        self.llm_engine = self
+        assert b"x" * MUCH
+        subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE).stdout.readline()
+    def add_request(self, *request): pass
+    def has_unfinished_requests(self): return False
+    def get_metrics(self): return []
+
+class SamplingParams:
+    def __init__(self, **options): pass
+
+class RequestOutputKind:
+    FINAL_ONLY = 2
+
+__version__ = "0"
+"""
+
+
+def test_the_peak_of_vllm_is_that_of_all_its_processes_after_loading(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(LOADS)
+    (tmp_path / "vllm" / "sampling_params.py").write_text("from vllm import RequestOutputKind")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = EngineOptions(vllm_python=sys.executable, group_size=2, max_new_tokens=3)
+    settings = {"enforce_eager": True, "omp_bind": "nobind", "num_blocks": 4}
+    found = rival_settings.measure_vllm(asdict(options), settings, FACTS)
+    assert found["vllm"] == "0" and found["peak_memory_bytes"] < 200 << 20
+
+
+def test_the_peak_of_our_schedules_on_vllm_is_that_after_loading(tiny_qwen3, monkeypatch):
+    class Engine:
+        stats = SimpleNamespace(**dict.fromkeys(vllm_point.STATISTICS, 0))
+
+        def __init__(self, *config, stop_token_ids):
+            assert b"x" * (300 << 20)
+
+        def generate(self, prompts, *, seed):
+            return []
+
+    monkeypatch.setattr(vllm_point, "VLLMEngine", Engine)
+    monkeypatch.setattr(vllm_point, "ENVIRONMENT", {})
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0"))
+    options = EngineOptions(model=str(tiny_qwen3), threads=1, device="cpu")
+    spec = {"workload": asdict(options), "settings": {"rollout": {}}, "prompts": [[1]], "stop_ids": []}
+    assert vllm_point.main(spec)["peak_memory_bytes"] < 200 << 20
 
 
 @pytest.mark.slow
@@ -134,8 +209,8 @@ def test_generate_with_32_rows_comes_first_and_saved_share_is_of_it():
         *[(budget, 8, 1), (budget, 32, 1), (budget, 64, 1)],
     ]
     raw = {"seconds": 2.0, "weight_bytes": 30, "kv_pool_bytes": 10}
-    rival = record_of(options, asked[0], raw | {"lengths": [3, 4], "peak_memory_bytes": 100}, [])
-    ours = record_of(options, asked[5], raw | {"lengths": [3, 4], "peak_memory_bytes": 45}, [rival])
+    rival = memory.record_of(options, asked[0], raw | {"lengths": [3, 4], "peak_memory_bytes": 100}, [])
+    ours = memory.record_of(options, asked[5], raw | {"lengths": [3, 4], "peak_memory_bytes": 45}, [rival])
     assert (ours["saved_share"], ours["rest_bytes"], ours["tokens_per_s"]) == (pytest.approx(0.55), 5, 3.5)
 
 
