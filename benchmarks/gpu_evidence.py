@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import ROOT, end_with_terminate
+from benchmarks.process import ROOT, end_with_terminate, terminate_group
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.observe.versions import commit_of
 
@@ -217,11 +216,11 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
     try:
         said, errors = process.communicate(timeout=piece.seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        terminate_group(process)
         said, errors = process.communicate()
         errors += f"\nlonger than {piece.seconds} s"
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        terminate_group(process)
         raise
     return {
         "piece": piece.name,

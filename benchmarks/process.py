@@ -6,6 +6,7 @@ benchmarks.MODULE and writes what that returns to the file RESULT, both as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,18 @@ def measure_points(points: Iterable[Point], *, as_json: bool) -> tuple[list[Reco
     return found, failed
 
 
+def terminate_group(process: subprocess.Popen, *, wait_s: float = 10.0) -> None:
+    """End a process and its group, with time to end the measurement under way, which has a session of its own."""
+    until = time.monotonic() + wait_s
+    with contextlib.suppress(ProcessLookupError):  # all of the group has ended
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+    _end_group(process)
+
+
 def end_with_terminate() -> None:
     """Make SIGTERM end this process as Ctrl-C does, so that the measurement under way is ended too."""
     if threading.current_thread() is threading.main_thread():
@@ -103,10 +117,8 @@ def _last_line(log: Path) -> str:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all of the group has ended
         os.killpg(process.pid, signal.SIGKILL)  # vLLM's workers outlive their parent
-    except ProcessLookupError:
-        pass  # all of the group has ended
     process.wait()
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -222,6 +225,33 @@ def test_one_point_that_fails_hides_no_other(capsys):
     assert process.measure_points(asked, as_json=True) == ([{"n": 1}, {"n": 2}], True)
     captured = capsys.readouterr()
     assert captured.out == '{"n": 1}\n{"n": 2}\n' and "two failed: out of memory" in captured.err
+
+
+MEASURES = """
+import sys
+from benchmarks.process import end_with_terminate, run_script
+end_with_terminate()
+hold = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(60)"
+run_script([sys.executable, "-c", hold], {{}}, threads=1, timeout_s=60, environment={{}})
+"""
+HANGS = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(1 << 30, file=open({path!r}, 'w'), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("code", "status"), [(MEASURES, 143), (HANGS, -9)])
+def test_a_command_is_ended_with_its_measurement_which_has_a_session_of_its_own(code, status, tmp_path):
+    path = tmp_path / "process"
+    command = [sys.executable, "-c", code.format(path=str(path))]
+    running = subprocess.Popen(command, cwd=Path(__file__).parents[2], start_new_session=True)
+    while not (path.exists() and path.read_text()):
+        assert running.poll() is None
+        time.sleep(0.05)
+    process.terminate_group(running, wait_s=10.0 if status > 0 else 0.5)
+    assert running.returncode == status and not Path("/proc", path.read_text().strip()).exists()
 
 
 def test_a_process_is_ended_with_its_group_and_its_last_words_are_said(tmp_path):

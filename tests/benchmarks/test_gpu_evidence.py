@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import zipfile
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def lines(folder):
 def test_a_part_goes_on_where_it_was_cut_and_runs_again_what_failed(pieces, tmp_path, capsys):
     options = EvidenceOptions(tiny=True, out=str(tmp_path), scratch=str(tmp_path / "scratch"))
     assert gpu_evidence.run(options) == 1
-    assert [(each["piece"], each["status"]) for each in lines(tmp_path)] == [("good", 0), ("wrong", 1), ("slow", -9)]
+    assert [(each["piece"], each["status"]) for each in lines(tmp_path)][:2] == [("good", 0), ("wrong", 1)]
+    assert lines(tmp_path)[2]["status"] in (-signal.SIGTERM, 143)  # before, or while it measures
     assert "No module named" in lines(tmp_path)[1]["said"] and "longer than 1 s" in lines(tmp_path)[2]["said"]
     options.only = ["good", "wrong"]
     assert gpu_evidence.run(options) == 1
