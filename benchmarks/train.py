@@ -153,6 +153,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
     seconds = statistics.median(step["seconds"] for step in steps)
     phases = {name: statistics.median(step["phases"][name] for step in steps) for name in steps[0]["phases"]}
     products = [step["products_seconds"] for step in steps if "products_seconds" in step]
+    rates = [sum(step["lengths"]) / step["seconds"] for step in steps]  # natural lengths differ from round to round
     tokens = sum(steps[-1]["lengths"])
     # TRL computes every sample with a prompt of its own; padding does not count.
     last_prompts = run.spec["prompts"][-options.prompts :]
@@ -164,7 +165,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "seconds_per_step": seconds,
         "peak_memory_bytes": raw["peak_memory_bytes"],
         "phases": phases,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": statistics.median(rates),
         "group_size": run.spec["group_size"],
         "prompts": options.prompts,
         "tokens": tokens,

@@ -93,6 +93,8 @@ def test_a_record_has_medians_of_the_timed_steps(tiny_qwen3):
     assert not train.record_of(options, facts, run, raw | {"steps": [*steps, steps[0] | {"lengths": [8, 8, 8, 7]}]})[
         "lengths_as_asked"
     ]
+    longer = [*steps[:3], steps[3] | {"lengths": [8] * 16}]  # 32 tokens in 2 s, 32 in 1 s, 128 in 4 s
+    assert train.record_of(options, facts, run, raw | {"steps": longer})["tokens_per_s"] == 32.0
 
 
 SMALL = ["threads=1", "repeats=1", "slots=4", "device=cpu", "rivals=[]", "json=true"]
