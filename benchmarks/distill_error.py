@@ -74,7 +74,9 @@ def run(options: DistillErrorOptions) -> int:
     for each in texts:
         prompt, response = (tokenizer(each[part], add_special_tokens=False)["input_ids"] for part in PARTS)
         if response:
-            policy, of_teacher = (logits_of(model, prompt, response) / options.temperature for model in models)
+            policy, of_teacher = (
+                logits_of(model, prompt, response)[:, : len(tokenizer)] / options.temperature for model in models
+            )  # heads may be padded, each to a size of its own
             teacher, ks = likeliest(of_teacher), [k for k in options.ks if k <= policy.shape[1]]
             for kind in KINDS:
                 for k, parts in measure(policy, teacher, kind, ks):

@@ -105,14 +105,14 @@ def byte_tokenizer():
     return fast
 
 
-def save_tiny_qwen3(folder: Path, *, tie: bool = True, seed: int = 0) -> Path:
-    """A random Qwen3 folder that from_pretrained takes."""
+def save_tiny_qwen3(folder: Path, *, tie: bool = True, seed: int = 0, head: int = 264) -> Path:
+    """A random Qwen3 folder that from_pretrained takes. `head`: rows of it, more than the tokenizer has ids."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=264,
+        vocab_size=head,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

@@ -26,16 +26,16 @@ def test_more_tokens_miss_less_and_all_of_them_nothing(kind):
 
 
 def test_the_command_reads_a_runs_completions(tiny_qwen3, tmp_path, capsys, monkeypatch):
-    teacher = save_tiny_qwen3(tmp_path / "teacher", seed=1)
+    teacher = save_tiny_qwen3(tmp_path / "teacher", seed=1, head=272)
     path = tmp_path / "completions.jsonl"
     path.write_text(
         "".join(json.dumps({"step": 1, "prompt": "What", "response": said}) + "\n" for said in ("a hat", "", "no"))
     )
-    given = [f"policy={tiny_qwen3}", f"teacher={teacher}", f"completions={path}", "ks=[2,264]", "threads=1"]
+    given = [f"policy={tiny_qwen3}", f"teacher={teacher}", f"completions={path}", "ks=[2,259,264]", "threads=1"]
     monkeypatch.setattr("sys.argv", ["distill_error", *given])
     assert distill_error.main() == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [line[:2] for line in lines] == [[kind, k] for kind in ("reverse", "forward") for k in ("2", "264")]
+    assert [line[:2] for line in lines] == [[kind, k] for kind in ("reverse", "forward") for k in ("2", "259")]
     assert [line[3] for line in lines[1::2]] == ["1.0000", "1.0000"] and float(lines[0][3]) < 1
 
 
