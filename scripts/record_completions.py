@@ -7,7 +7,7 @@ data.source=FILE model.dtype=float32 ...
 Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command.
 Prompts are taken in the seeded order of training, in chunks of prompts_per_step that are always finished, so that a
 limit in seconds does not favour prompts with short responses. A file that is there is gone on with; what a stop left of
-half a line is cut off. tokens=all adds every response in full, for benchmarks.group_size and simulate's speculate.
+half a chunk is cut off. tokens=all adds every response in full, for benchmarks.group_size and simulate's speculate.
 What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
 """
 
@@ -74,12 +74,12 @@ def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int
     engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
     rewards = RewardWorker(config)
     out.parent.mkdir(parents=True, exist_ok=True)
-    chunk, done, tokens = 0, whole_lines(out), 0
+    chunk, done, tokens = 0, whole_chunks(out, config.data.prompts_per_step), 0
     started = time.monotonic()  # not before: loading may take longer than a short limit
     while time.monotonic() - started < seconds:
         batch = prompts.next_batch()
         chunk += 1
-        if chunk * len(batch) <= done:
+        if chunk <= done:
             continue
         groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], seed, step=chunk)
         with out.open("a") as file:
@@ -100,15 +100,16 @@ def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int
     rewards.close()
 
 
-def whole_lines(out: Path) -> int:
-    """How many lines a recording holds; what a stop left of one more is cut off, and 0 without the file."""
+def whole_chunks(out: Path, chunk: int) -> int:
+    """How many chunks of so many lines a recording holds; what a stop left of one more is cut off, since it is sampled
+    again. 0 without the file."""
     if not out.exists():
         return 0
-    raw = out.read_bytes()
-    kept = raw[: raw.rfind(b"\n") + 1]
-    if len(kept) < len(raw):
-        out.write_bytes(kept)
-    return kept.count(b"\n")
+    *lines, torn = out.read_bytes().split(b"\n")
+    chunks, more = divmod(len(lines), chunk)
+    if torn or more:
+        out.write_bytes(b"".join(line + b"\n" for line in lines[: chunks * chunk]))
+    return chunks
 
 
 def recording(

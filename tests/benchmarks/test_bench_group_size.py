@@ -24,6 +24,7 @@ from benchmarks.group_moments import (
     true_weight,
 )
 from infsample_rl.learner.advantage import group_advantages
+from scripts import record_completions
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -195,6 +196,24 @@ def test_every_group_size_trains_the_policy_of_the_script(tmp_path):
         [side, "0.0001", seed] for side in ("G=2", "G=4") for seed in ("search", "0")
     ]
     assert (tmp_path / "out" / "group_size.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("there", "chunks", "left"),
+    [
+        (None, 0, None),
+        ("1\n2\n3\n4\n", 2, "1\n2\n3\n4\n"),
+        ("1\n2\n3\n", 1, "1\n2\n"),  # the whole chunk is sampled again
+        ("1\n2\n3", 1, "1\n2\n"),
+        ("1", 0, ""),
+    ],
+)
+def test_a_recording_that_was_stopped_is_cut_back_to_whole_chunks(there, chunks, left, tmp_path):
+    out = tmp_path / "recording.jsonl"
+    if there is not None:
+        out.write_text(there)
+    assert record_completions.whole_chunks(out, 2) == chunks
+    assert (out.read_text() if out.exists() else None) == left
 
 
 @pytest.mark.slow  # two imports of everything
