@@ -28,43 +28,44 @@ def try_settings(
     spec = run_spec(
         options, group_size=group_size, prompts_per_step=len(prompts) // 2, prompts=prompts, ignore_eos=ignore_eos
     )
-    tried = []
-    for settings in variants(spec, on_cuda=facts["on_cuda"]):
-        try:
-            raw = measure_run(options, Run("trl", settings, spec, []))
-            seconds, peak = raw["steps"][-1]["seconds"], raw["peak_memory_bytes"]
-            said = f"{seconds:.2f} s, {peak / 1e6:.0f} MB"
-        except RuntimeError as error:  # e.g. out of memory: the others may run
-            seconds, peak, said = None, None, str(error)
-        tried.append({"settings": settings, "seconds": seconds, "peak_memory_bytes": peak})
-        print(f"tried trl with {shown(settings)}: {said}", file=sys.stderr, flush=True)
+    tried = [_try(options, spec, settings) for settings in micro_batches(spec, on_cuda=facts["on_cuda"])]
+    working = [variant for variant in tried if variant["seconds"] is not None]
+    base = min(working, key=lambda variant: variant["seconds"])["settings"] if working else tried[0]["settings"]
+    tried += [_try(options, spec, settings) for settings in further(base, spec)]
     if all(variant["seconds"] is None for variant in tried):
-        raise RuntimeError(f"trl: no variant runs here; the last said: {said}")
+        raise RuntimeError("trl: no variant runs here; what each said stands above")
     return tried
 
 
-def variants(spec: Spec, *, on_cuda: bool) -> list[dict[str, Any]]:
-    """Settings to try for the step of `spec`: micro-batches, continuous batching, recomputed activations.
+def _try(options: TrainOptions, spec: Spec, settings: dict[str, Any]) -> Tried:
+    try:
+        raw = measure_run(options, Run("trl", settings, spec, []))
+        seconds, peak = raw["steps"][-1]["seconds"], raw["peak_memory_bytes"]
+        said = f"{seconds:.2f} s, {peak / 1e6:.0f} MB"
+    except RuntimeError as error:  # e.g. out of memory: the others may run
+        seconds, peak, said = None, None, str(error)
+    print(f"tried trl with {shown(settings)}: {said}", file=sys.stderr, flush=True)
+    return {"settings": settings, "seconds": seconds, "peak_memory_bytes": peak}
+
+
+def micro_batches(spec: Spec, *, on_cuda: bool) -> list[dict[str, Any]]:
+    """Settings to try first for the step of `spec`: micro-batches, the smallest first, and weights.
 
     Left out: Liger and other hub kernels, which need a network (TRL's own head is chunked already), and vLLM.
     """
     samples = spec["group_size"] * spec["prompts_per_step"]
     rows = [rows for rows in (CUDA_ROWS if on_cuda else CPU_ROWS) if samples % rows == 0] or [samples]
-    plain = {
-        "rows": rows[0],
-        "gradient_checkpointing": False,
-        "generation": "generate",
-        "batching": None,
-        "weights": "float32",
-    }
-    in_16_bits = (
-        [] if spec["dtype"] == "float32" else [plain | {"rows": count, "weights": spec["dtype"]} for count in rows]
-    )
+    plain = {"gradient_checkpointing": False, "generation": "generate", "batching": None}
+    # in 16 bits without float32 masters, which ours has; else it samples in float32 and trains by autocast
+    weights = dict.fromkeys(["float32", spec["dtype"]])
+    return [plain | {"rows": count, "weights": each} for each in weights for count in rows]
+
+
+def further(base: dict[str, Any], spec: Spec) -> list[dict[str, Any]]:
+    """What is tried with the fastest of these: continuous batching, and recomputed activations."""
     return [
-        *[plain | {"rows": count} for count in rows],
-        *in_16_bits,  # without float32 masters, which ours has; else it samples in float32 and trains by autocast
-        plain | {"generation": "generate_batch", "batching": batching(spec)},
-        plain | {"gradient_checkpointing": True},
+        base | {"generation": "generate_batch", "batching": batching(spec)},
+        base | {"gradient_checkpointing": True},
     ]
 
 

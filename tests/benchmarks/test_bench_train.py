@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train, train_ours
+from benchmarks import train, train_ours, train_trl_settings
 from benchmarks.matrix_products import MatrixProducts
-from benchmarks.train_trl_settings import fastest_settings, variants
+from benchmarks.train_trl_settings import fastest_settings, further, micro_batches
 from benchmarks.train_workload import Run, our_settings, run_spec
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.types import LossTotals, TrainingSample
@@ -62,7 +62,8 @@ def test_the_matrix_products_of_the_learner_are_counted_and_timed_alone(tiny_qwe
 
 def test_the_fastest_of_those_that_ran_is_taken(tiny_qwen3):
     spec = spec_of(tiny_qwen3)
-    two, eight, paged, lean = variants(spec, on_cuda=False)
+    two, eight = micro_batches(spec, on_cuda=False)
+    paged, lean = further(two, spec)
     tried = [
         {"settings": settings, "seconds": each}
         for settings, each in zip((two, eight, paged, lean), (2.0, None, 3.0, 4.0), strict=True)
@@ -73,6 +74,32 @@ def test_the_fastest_of_those_that_ran_is_taken(tiny_qwen3):
     assert fastest_settings(tried[2:3], larger)["batching"]["num_blocks"] == 16 + 8
     with pytest.raises(RuntimeError, match="none of the micro-batches tried divides a step of 8 samples"):
         fastest_settings(tried[1:2], spec)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "base"),
+    [
+        ({(2, "float32"): 3.0, (8, "float32"): 2.0, (2, "bfloat16"): 4.0, (8, "bfloat16"): 1.0}, (8, "bfloat16")),
+        ({(2, "float32"): 3.0, (8, "bfloat16"): None}, (2, "float32")),
+        ({}, (2, "float32")),  # what is recomputed may have room where nothing else has
+    ],
+)
+def test_trls_other_settings_are_tried_with_the_fastest_micro_batch(seconds, base, tiny_qwen3, monkeypatch):
+    def measure_run(options, run):
+        took = 9.0 if further_of(run.settings) else seconds.get((run.settings["rows"], run.settings["weights"]))
+        if took is None:
+            raise RuntimeError("out of memory")
+        return {"steps": [{"seconds": took}], "peak_memory_bytes": 1}
+
+    def further_of(settings):
+        return settings["gradient_checkpointing"] or settings["batching"] is not None
+
+    monkeypatch.setattr(train_trl_settings, "measure_run", measure_run)
+    options = train.TrainOptions(model=str(tiny_qwen3), dtype="bfloat16", rivals=[])
+    tried = train_trl_settings.try_settings(options, {"on_cuda": False}, 8, [[1]] * 2, ignore_eos=True)
+    later = [each["settings"] for each in tried if further_of(each["settings"])]
+    assert [(each["rows"], each["weights"]) for each in later] == [base] * 2
+    assert [each["gradient_checkpointing"] for each in later] == [False, True]
 
 
 def test_a_record_has_medians_of_the_timed_steps(tiny_qwen3):
