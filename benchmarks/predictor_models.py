@@ -185,4 +185,5 @@ def compare(steps: list[int], oracle: list[int], none: list[int], seed: int) -> 
 
 def _run(lengths: list[int], schedule: str, memory: Memory, **predictions: object) -> int:
     options = {"slots": memory.slots, "page_size": memory.page_size, "prompt_tokens": memory.prompt_tokens}
+    options |= {"parks": True} if schedule == "token_budget" else {}  # as the engine does by default
     return simulate(lengths, schedule, max_new_tokens=memory.cap, **options, **predictions).running_steps

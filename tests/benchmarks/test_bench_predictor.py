@@ -17,6 +17,7 @@ from benchmarks.predictor_models import Memory, constant_predictions, hidden_sta
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
+from infsample_rl.rollout.simulator import simulate
 
 KEYS = ["name", "recording", "dataset", "model", "train_prompts", "held_out_prompts", "k", "samples", "uncensored"]
 KEYS += ["log_error", "kendall_tau", "seconds_per_prediction", "schedules"]
@@ -156,6 +157,14 @@ def test_fixed_slots_decode_all_prefixes_first_and_then_go_by_the_predictions():
     # prefixes of 2: two rounds of 2 steps; then 2 and 6 tokens are left, side by side
     assert steps_of("lpt", lengths, memory, np.array([np.nan, np.nan, 4.0, 8.0]), 2) == 4 + 6
     assert steps_of("lpt", lengths, memory, None, None) == 10  # as they come: 2 4 | 2 8
+
+
+def test_token_budget_computes_nothing_again_as_in_the_engine():
+    lengths, sizes = [7, 8, 6, 8, 5], {"page_size": 1, "prompt_tokens": 1}
+    steps = {parks: simulate(lengths, "token_budget", slots=2, parks=parks, **sizes) for parks in (True, False)}
+    assert steps[False].recomputed_tokens > 0 == steps[True].recomputed_tokens
+    found = steps_of("token_budget", lengths, Memory(slots=2, cap=8, **sizes), None, None)
+    assert found == steps[True].running_steps < steps[False].running_steps
 
 
 @pytest.mark.parametrize(
