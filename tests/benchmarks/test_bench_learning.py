@@ -26,8 +26,8 @@ def test_no_pair_of_factors_is_in_two_parts(tmp_path):
     assert not any(first & second for first, second in combinations(parts.values(), 2))
 
 
-def record(side, seed, held_out, seconds, part="held_out"):
-    run = {"side": side, "lr": 1e-5, "seed": seed, "part": part}
+def record(side, seed, held_out, seconds):
+    run = {"side": side, "lr": 1e-5, "seed": seed}
     return run | {"held_out": held_out, "seconds": seconds, "rewards": [0.5] * len(seconds)}
 
 
@@ -78,10 +78,14 @@ def test_both_sides_are_compared_at_their_first_evaluation_at_one_level(ours, tr
     assert learning.draw([*ours, *trl], learning.COLORS, tmp_path / "learning.png").stat().st_size > 10_000
 
 
-def test_no_seed_is_one_of_searches():
-    search, run = (record("ours", 100, [[0, 0.2]], [], part) for part in ("tuning", "held_out"))
-    assert learning.measured([search, run]) == [run]
-    assert [learning.row_of(each)["seed"] for each in (search, run)] == ["search", 100]
+def test_no_seed_is_one_of_searches(tmp_path):
+    def train(run):
+        return {"rewards": [0.5], "seconds": [1.0], "held_out": [[0, 0.1], [1, 0.2]]}
+
+    study = learning.Study(folder=tmp_path, settings={}, train=train)
+    found, whole = study.run(["ours"], [1e-5], [99, 100])
+    assert whole and [each["seed"] for each in learning.measured(found)] == [99, 100]
+    assert [learning.row_of(each)["seed"] for each in found] == ["search", 99, 100]
 
 
 @pytest.mark.parametrize(
