@@ -59,6 +59,15 @@ def test_a_worker_that_begins_anew_drafts_from_what_all_have_sampled(config, tmp
             assert kept["tokens"][:3].tolist() == [5, 9, 7]
 
 
+def test_a_sample_that_is_there_already_takes_no_room():
+    drafter, text = Drafter(cpu_kernels.load()), np.arange(50, dtype=np.int32).tobytes()
+    sizes = []
+    for _ in range(3):
+        drafter.add(text[:40], [text])
+        sizes += [texts.num_bytes for texts in drafter._texts.values()]
+    assert len(set(sizes)) == 1
+
+
 def test_without_drafts_or_a_run_folder_nothing_is_written(config, tmp_path):
     sampled(replace(config, rollout=replace(config.rollout, speculate="0")), 0)
     sampled(replace(config, run=replace(config.run, dir=None)), 0)
