@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,9 @@ LAUNCHED_AHEAD = 0.9  # of a step's seconds, where it could be launched before t
 LOSS = 0.01  # of all seconds that drafting, and looking for drafts, may lose
 MOST_SAVED = 8  # steps whose seconds may be lost again after drafts have gained them
 FEW_STEPS = 8  # of which nothing is concluded
+MANY_STEPS = 64  # of as many queries, after which older ones count less
+MOST_BESIDE = 0.5  # that a step may lie beside the line
+LEAST = 0.5  # of the chance that pays by the line, below which a draft is not looked at
 
 
 @dataclass(slots=True)
@@ -59,10 +62,12 @@ class Found(NamedTuple):
 
 
 class StepCost:
-    """Seconds of a step over its queries, c0 + c1 Q, fitted to the steps so far, the newest most."""
+    """Seconds of a step over its queries: a line c0 + c1 Q, fitted to the steps so far, the newest most, and how far
+    steps of just Q lie beside it, since products and graphs take whole tiles of queries."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, Q, Q^2, seconds, Q x seconds
+        self._beside: defaultdict[int, list[float]] = defaultdict(lambda: [FEW_STEPS, 0.0])  # of Q: steps, share
         self._left_out = 0  # steps one after another
 
     def add(self, queries: int, seconds: float) -> None:
@@ -74,16 +79,26 @@ class StepCost:
             return
         if is_late or (self._sums[0] and self.of(queries) > 4 * seconds):
             self._sums, self._left_out = [0.0] * 5, 0
+            self._beside.clear()
         new = (1.0, queries, queries**2, seconds, queries * seconds)
         self._sums = [FORGET * old + each for old, each in zip(self._sums, new, strict=True)]
-
-    def of(self, queries: float) -> float:
-        """Seconds of a step of so many queries, > 0."""
         base, slope = self._line()
-        return base + slope * queries
+        share = min(max(seconds / (base + slope * queries) - 1, -MOST_BESIDE), MOST_BESIDE)
+        beside = self._beside[queries]
+        beside[0] = min(beside[0] + 1, MANY_STEPS)
+        beside[1] += (share - beside[1]) / beside[0]
+
+    def of(self, queries: int) -> float:
+        """Seconds of a step of so many queries, > 0."""
+        return self.of_each(range(queries, queries + 1))[0]
+
+    def of_each(self, queries: Iterable[int]) -> list[float]:
+        """Seconds of steps of so many queries."""
+        (base, slope), beside = self._line(), self._beside
+        return [(base + slope * each) * (1 + beside[each][1]) for each in queries]
 
     def of_query(self) -> float:
-        """Seconds that one more takes."""
+        """Seconds that one more takes, by the line."""
         return self._line()[1]
 
     def _line(self) -> tuple[float, float]:
@@ -178,28 +193,31 @@ class Speculation:
         return self.drafter.draft(sample, MOST_DRAFTS if self._drafts is None else self._drafts)
 
     def _paying(self, found: Sequence[Found], room: int) -> list[int]:
-        """Of all drafted tokens, the likeliest first, those that add more to the tokens of a second than they take
-        away. A row that is expected to have more left than the others counts for more: it sets the end."""
+        """Of all drafted tokens, the likeliest first, as many as give the most tokens a second. A row that is expected
+        to have more left than the others counts for more: it sets the end."""
         left = [max(1.0, (sample.predicted or 0.0) - sample.num_tokens) for sample, *_ in found]
         known = [each for each, (sample, *_) in zip(left, found, strict=True) if sample.predicted is not None]
         mean = sum(known) / len(known) if known else 1.0
         counts, tokens = [0] * len(found), float(len(found))
-        seconds, of_query = self._cost.of(len(found)), self._cost.of_query()
+        least = LEAST * tokens * self._cost.of_query() / self._cost.of(len(found))
         offers = []
         for row, (sample, _, _, matches) in enumerate(found):
             weight = min(2.0, max(0.5, left[row] / mean)) if sample.predicted is not None else 1.0
             chance, skill = 1.0, self._skill[sample]
             for match in matches:
                 chance *= self._by_match[match].chance(skill)
-                if weight * chance * seconds < tokens * of_query:
+                if weight * chance < least:
                     break
-                offers.append((chance * weight, chance, row))
-        offers.sort(reverse=True)
-        for weighted, chance, row in offers[:room]:
-            if weighted * seconds < tokens * of_query:
-                break
+                offers.append((chance * weight, row))
+        offers = sorted(offers, reverse=True)[:room]
+        costs = self._cost.of_each(range(len(found), len(found) + len(offers) + 1))
+        best, many = tokens / costs[0], 0
+        for number, ((worth, _), seconds) in enumerate(zip(offers, costs[1:], strict=True), 1):
+            tokens += worth
+            if tokens / seconds > best:
+                best, many = tokens / seconds, number
+        for _, row in offers[:many]:
             counts[row] += 1
-            tokens, seconds = tokens + chance, seconds + of_query
         return counts
 
 

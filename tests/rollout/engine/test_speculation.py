@@ -88,6 +88,14 @@ def test_the_cost_of_a_step_is_fitted_and_one_that_was_disturbed_is_left_out():
     assert cost.of_query() == pytest.approx(0.002, rel=0.1) and cost.of(40) == pytest.approx(0.09, rel=0.1)
 
 
+def test_steps_that_take_whole_tiles_are_known_beside_the_line():
+    cost, chance = StepCost(), random.Random(0)
+    for _ in range(600):
+        queries = chance.randrange(1, 13)
+        cost.add(queries, 0.01 + 0.01 * -(-queries // 6))
+    assert cost.of(6) < 1.1 * cost.of(4) and cost.of(7) > 1.3 * cost.of(6) and cost.of(12) < 1.1 * cost.of(8)
+
+
 class Lender:
     """A planner with pages for all."""
 
@@ -139,6 +147,7 @@ def decode(monkeypatch):
         (lambda queries: 0.1 + 0.001 * queries, 0.95, 20, 32),  # drafts cost little and are right
         (lambda queries: 0.1 + 0.001 * queries, 0.0, 4, 4.2),  # they never are
         (lambda queries: 0.001 + 0.1 * queries, 0.5, 4, 4.2),  # they cost as much as they give
+        (lambda queries: 0.05 + 0.05 * -(-queries // 6), 0.6, 5.3, 6.4),  # a tile of six takes as long as one of four
     ],
 )
 def test_as_many_are_drafted_as_pay(decode, seconds, right, fewest, most):
