@@ -175,13 +175,13 @@ def train_trl(options: LearningOptions, run: Run) -> Record:
 
 
 def compare(records: list[Record]) -> Iterable[str]:
-    """Each side's last accuracy over its seeds; when its runs first reach the lower of both sides' means, beside the
+    """Each side's last accuracy over its seeds; when its runs first reach the mean that TRL's end with, beside the
     seconds of whole runs; and ours over TRL's of the same seeds, as rounds.ratio() tells it."""
     sides = {side: {each["seed"]: each for each in records if each["side"] == side} for side in SIDES}
     yield from (last_accuracy(records, side) for side, own in sides.items() if own)
     if not all(sides.values()):
         return
-    level = min(mean(each["held_out"][-1][1] for each in own.values()) for own in sides.values())
+    level = mean(each["held_out"][-1][1] for each in sides["trl"].values())
     whole = {side: {seed: sum(each["seconds"]) for seed, each in own.items()} for side, own in sides.items()}
     reached = {
         side: {

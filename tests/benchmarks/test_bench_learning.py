@@ -53,7 +53,7 @@ SAME = dict.fromkeys(range(3), [0.2, 0.5, 0.7, 0.7, 0.7])
                 "ours / TRL: seconds to 0.700 not told, of whole runs not told",
             ],
         ),
-        (  # the level is that of the side that ends lower
+        (  # the level is where TRL's end
             curves("ours", SAME, 5.0),
             curves("trl", dict.fromkeys(range(3), [0.2, 0.3, 0.4, 0.5, 0.5])),
             [
@@ -66,9 +66,9 @@ SAME = dict.fromkeys(range(3), [0.2, 0.5, 0.7, 0.7, 0.7])
             curves("ours", {0: [0.2, 0.4], 1: [0.2, 0.6], 2: [0.9, 0.5]}, 5.0),
             curves("trl", dict.fromkeys(range(3), [0.2, 0.7])),
             [
-                "ours: first at 0.500 after never, 5, 0 s, whole runs 5, 5, 5 s",
-                "trl: first at 0.500 after 10, 10, 10 s, whole runs 10, 10, 10 s",
-                "ours / TRL: seconds to 0.500 not told, of whole runs 0.50 [0.50, 0.50]",
+                "ours: first at 0.700 after never, never, 0 s, whole runs 5, 5, 5 s",
+                "trl: first at 0.700 after 10, 10, 10 s, whole runs 10, 10, 10 s",
+                "ours / TRL: seconds to 0.700 not told, of whole runs 0.50 [0.50, 0.50]",
             ],
         ),
     ],
