@@ -62,7 +62,8 @@ class DecodeLoop:
 
     def step(self) -> list[list[Completion]]:
         """One running step (more when KV is computed again); the micro-groups it completes."""
-        speculation = None if self.speculation is None or self.speculation.rest() else self.speculation
+        waits = self.turns is not None and self.turns.is_idle
+        speculation = None if self.speculation is None or waits or self.speculation.rest() else self.speculation
         answered = self.turns is not None and self.turns.take()
         plan = self.planner.repeat_step() if speculation is None and not answered and self._may_run_ahead() else None
         if plan is None:
@@ -130,7 +131,6 @@ class DecodeLoop:
         drafts = None
         if speculation is not None:
             drafts = speculation.drafts_of(rows, self.planner)
-            self.stats.draft_seconds += speculation.seconds_of_drafts
         drawn, hidden = self.decode.launch(rows, drafts)
         if drafts is not None:
             return _Launched(rows, drawn, hidden, None, speculation, drafts)
@@ -154,7 +154,7 @@ class DecodeLoop:
                     _append(sample, drawn, row)
                     reasons[sample] = self.stops.reason(sample.tokens)
             if speculation is not None:
-                speculation.end_step(len(rows), len(rows), len(rows))
+                self._end_step(speculation, rows, len(rows), len(rows))
         else:
             launched.moment = self._append_drafted(launched, launched.drafts, speculation, drawn, reasons)
         if launched.moment is not None:  # before samples end or begin to wait, which predictions are for
@@ -190,6 +190,10 @@ class DecodeLoop:
         if self.planner.pool.num_free == self.planner.pool.num_pages:
             self.runner.kv.give_back()
 
+    def _end_step(self, speculation: Speculation, rows: Rows, queries: int, tokens: int) -> None:
+        speculation.end_step(len(rows), queries, tokens)
+        self.stats.draft_seconds += speculation.seconds_of_drafts
+
     def _append_drafted(
         self, launched: _Launched, drafts: Drafts, speculation: Speculation, drawn: Drawn, reasons: dict[Sample, str]
     ) -> Moment | None:
@@ -211,7 +215,7 @@ class DecodeLoop:
             query = first + len(draft) + 1
         self.decode.batch.drop_pages(rows)
         self.stats.drafted_tokens += query - len(rows)
-        speculation.end_step(len(rows), query, tokens)
+        self._end_step(speculation, rows, query, tokens)
         if self.watch is None or launched.hidden is None:
             return None
         return self.watch.launch(launched.hidden[newest], rows)

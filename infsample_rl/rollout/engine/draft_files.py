@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-import zipfile
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -62,7 +61,7 @@ def _read(path: Path, vocab_size: int) -> Sequence[Texts]:
             raise ValueError("its parts do not fit together")
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"it has tokens outside the vocabulary of {vocab_size:,}")
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged header may raise whatever parsing it raises
         warnings.warn(f"{path} is damaged, nothing is drafted from it: {error}", stacklevel=3)
         return []
     parts = [part.tobytes() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
@@ -72,11 +71,13 @@ def _read(path: Path, vocab_size: int) -> Sequence[Texts]:
 
 def _newest(files: Sequence[Sequence[Texts]]) -> list[Texts]:
     """Of all files as many prompts as a drafter keeps, those that each has used last; the last of them at the end."""
-    room, found = MOST_BYTES // BYTES_PER_TOKEN, list[Texts]()
+    room, found, seen = MOST_BYTES // BYTES_PER_TOKEN, list[Texts](), set[tuple[bytes, bytes]]()
     for at_once in zip_longest(*map(reversed, files)):
-        for texts in filter(None, at_once):
-            room -= len(texts[0]) // 4 + sum(map(len, texts[1])) // 4
+        for prompt, samples in filter(None, at_once):
+            new = [tokens for tokens in samples if (prompt, tokens) not in seen]
+            seen.update((prompt, tokens) for tokens in new)
+            room -= (len(prompt) + sum(map(len, new))) // 4 if new else 0
             if room < 0:
                 return found[::-1]
-            found.append(texts)
+            found.append((prompt, new))
     return found[::-1]

@@ -129,7 +129,7 @@ class Speculation:
         self._found_now: list[Found] = []
         self._saved = 0.0  # seconds that drafts have gained, less what looking for them took, within bounds
         self._plain = 0.0  # seconds of the last step that was looked at, had nothing been drafted
-        self.seconds_of_drafts = 0.0  # of the last drafts_of()
+        self.seconds_of_drafts = 0.0  # what drafts took of the last step, beside the model's
 
     def rest(self) -> bool:
         """Asked before every step: whether nothing is drafted for it, since more was lost than may be."""
@@ -164,8 +164,10 @@ class Speculation:
 
         What was found is judged by what was drawn, whether it was run or not.
         """
-        self._cost.add(queries, time.perf_counter() - self._started - self.seconds_of_drafts)
+        read = time.perf_counter()
+        self._cost.add(queries, read - self._started - self.seconds_of_drafts)
         self._judge()
+        self.seconds_of_drafts += time.perf_counter() - read
         plain = self._plain = self._cost.of(rows) * (LAUNCHED_AHEAD if self._holds_up else 1.0)
         looking = min(self.seconds_of_drafts, plain)  # longer when something else ran
         self._saved += tokens / rows * plain - self._cost.of(queries) - looking

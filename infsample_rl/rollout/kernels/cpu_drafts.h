@@ -60,7 +60,7 @@ private:
         int32_t text, end, before[2];
     };
     struct Chains {
-        std::vector<int32_t> heads = std::vector<int32_t>(1024, -1);  // newest place by hash
+        std::vector<int32_t> heads = std::vector<int32_t>(64, -1);  // newest place by hash
     };
 
     struct Match {  // token `end` of a text comes after the tail there

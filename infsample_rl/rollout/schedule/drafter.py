@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # needs torch
 
 
 MOST_BYTES = 64 * 2**20  # of all texts; beyond it prompts are forgotten, the one used least recently first
-BYTES_PER_TOKEN = 64  # at most, when vectors have just grown: 42 to 53 were measured
+BYTES_PER_TOKEN = 72  # at most, when vectors have just grown: 42 to 53 were measured
 TRIM_EVERY = 256  # drafts
 Texts = tuple[bytes, Sequence[bytes]]  # int32 tokens of a prompt and of its samples
 
@@ -35,11 +35,11 @@ class Drafter:
 
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
         """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by."""
+        texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
+        count = texts.draft(sample, min(most, MOST_DRAFTS), self._tokens, self._matches)
         self._drafts_since += 1
         if self._drafts_since == TRIM_EVERY:
             self._trim()
-        texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
-        count = texts.draft(sample, min(most, MOST_DRAFTS), self._tokens, self._matches)
         return self._tokens[:count], self._matches[:count]
 
     def end(self, sample: Sample) -> None:
@@ -63,8 +63,9 @@ class Drafter:
         """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
         self._drafts_since, left = 0, MOST_BYTES
         for prompt in reversed(list(self._texts)):
-            if self._texts[prompt].num_bytes <= left:
-                left -= self._texts[prompt].num_bytes
+            num_bytes = self._texts[prompt].num_bytes
+            if num_bytes <= left:
+                left -= num_bytes
                 continue
             forgotten = self._texts.pop(prompt)
             for group in [group for group, texts in self._of_group.items() if texts is forgotten]:

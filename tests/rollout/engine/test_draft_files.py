@@ -1,6 +1,7 @@
 """What drafts are found in outlives its worker: in the run folder, within its bytes, and without harm where it is
 damaged."""
 
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from infsample_rl.config import (
 from infsample_rl.rollout.engine import draft_files
 from infsample_rl.rollout.engine.draft_files import DraftFile
 from infsample_rl.rollout.kernels import cpu_kernels
-from infsample_rl.rollout.schedule.drafter import Drafter
+from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN, Drafter
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import RolloutWork
 
@@ -99,11 +100,18 @@ def damage_tokens(path):
     np.savez(path, tokens=np.array([64], np.int32), lengths=np.array([1]), counts=np.array([0]))
 
 
+def damage_header(path):  # whole by its checksum, but no header
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("tokens.npy", b"\x93NUMPY\x01\x00\x08\x00{'a': (\n")
+
+
 def damage_code(path):
     np.savez(path, tokens=np.array([print], object), lengths=np.array([1]), counts=np.array([0]))
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_bytes, damage_flags, damage_parts, damage_tokens, damage_code])
+@pytest.mark.parametrize(
+    "damage", [damage_cut, damage_bytes, damage_flags, damage_parts, damage_tokens, damage_header, damage_code]
+)
 def test_a_damaged_file_is_warned_of_and_written_anew(config, tmp_path, damage):
     first, steps = sampled(config, 0)
     damage(tmp_path / "run" / "drafts" / "worker_0.npz")
@@ -131,7 +139,21 @@ def test_the_prompts_used_last_are_taken_from_all_files(tmp_path, monkeypatch):
         own = DraftFile(tmp_path, worker, Drafter(cpu_kernels.load()), 64)
         own._drafter = drafter  # without what the others have kept
         own.write()
-    monkeypatch.setattr(draft_files, "MOST_BYTES", 64 * 110 * 5)
+    monkeypatch.setattr(draft_files, "MOST_BYTES", BYTES_PER_TOKEN * 110 * 5)
     drafter = Drafter(cpu_kernels.load())
     DraftFile(tmp_path, 0, drafter, 64)
     assert [prompt[0] for prompt, _ in drafter.ended()] == [12, 2, 23, 13, 3]
+
+
+def test_what_several_files_hold_takes_room_once(tmp_path, monkeypatch):
+    texts = [np.full(100, prompt, np.int32).tobytes() for prompt in range(4)]
+    for worker in range(3):
+        drafter = Drafter(cpu_kernels.load())
+        for text in texts:
+            drafter.add(text[:40], [text])
+        own = DraftFile(tmp_path, worker, drafter, 64)
+        own.write()
+    monkeypatch.setattr(draft_files, "MOST_BYTES", BYTES_PER_TOKEN * 110 * 4)
+    drafter = Drafter(cpu_kernels.load())
+    DraftFile(tmp_path, 0, drafter, 64)
+    assert [prompt[0] for prompt, _ in drafter.ended()] == [0, 1, 2, 3]

@@ -123,6 +123,15 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     )
 
 
+def test_drafted_tokens_teach_what_others_do(countdown, tokenizer):
+    engine = make_engine(countdown, tokenizer, **(BUDGET | {"speculate": "3"}))
+    found, _ = sample(engine, 3)
+    assert found == sample(make_engine(countdown, tokenizer, **BUDGET), 3)[0] and engine.stats.accepted_tokens > 100
+    seen = engine.learn().statistics
+    states, logs = seen.xx[:, -1, :64].sum(0) / 8, [0.0] + [math.log(token) for token in range(1, 64)]
+    assert seen.counts.sum() > 0 and seen.xy[:, -1].sum() == pytest.approx(float(states @ logs), rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["constant", "reversed", "tiny"])
 @pytest.mark.parametrize("settings", [BUDGET, SLOTS | {"schedule": "lpt"}, SLOTS | {"schedule": "fptas"}], ids=str)
 def test_wrong_predictions_change_no_sample_and_end(countdown, tokenizer, kind, settings):
