@@ -294,8 +294,8 @@ class RolloutEngine(ABC):
                     paused_at = steps
                     yield []
         finally:
-            loop.free()
-            if self._loop is loop:
+            if self._loop is loop:  # else a later call has freed it, whose KV this may not touch
+                loop.free()
                 self.withdrawals.is_open = False
 
 

@@ -171,6 +171,20 @@ def test_a_later_call_ends_an_unfinished_stream(model, tokenizer):
         list(stream)
 
 
+def test_an_unfinished_stream_that_goes_away_touches_nothing_of_the_later_call(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer)
+    stream = engine.stream(PROMPTS, seed=4)
+    next(stream)
+    later = engine.stream(PROMPTS, seed=4, step=2)
+    found = next(later)
+    held = engine.pages_now()[1]
+    stream.close()
+    assert engine.pages_now()[1] == held > 0
+    for micro_group in later:
+        found += micro_group
+    assert tokens_of([found]) == tokens_of([[each for group in expected for each in group]])
+
+
 def test_dynamic_slot_keeps_the_first_to_finish(model, tokenizer, expected):
     engine = make_engine(model, tokenizer, schedule="dynamic_slot")
     group = engine.generate(PROMPTS[:1], seed=4, step=2)[0]
