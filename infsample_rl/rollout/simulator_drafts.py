@@ -68,5 +68,6 @@ class Drafting:
     def _text_of(self, sample: Sample) -> Sequence[int]:
         text = self._texts[sample.group_id]
         if not self._drafter.knows(sample.group):  # its ids are not known to the planner
-            self._drafter.open(sample.group, text.prompt)
+            # a token of its own where its prompt's are not known: others' samples are no drafts for it
+            self._drafter.open(sample.group, text.prompt or [-1 - sample.group_id])
         return text.samples[sample.sample_index]

@@ -183,3 +183,14 @@ def test_the_engine_decodes_the_groups_of_algorithm_2(make_model, make_tokenizer
             rows[stay[4]].append(stay[1])
         expected = fptas_groups(of_prompt, slots, 0.1)
         assert rows == expected + [[]] * (slots - len(expected))
+
+
+def test_samples_of_prompts_that_are_not_known_are_no_drafts_for_others():
+    texts = [[list(range(40))] * 2] * 2
+
+    def steps(*prompts):
+        drawn = [Text(prompt, samples) for prompt, samples in zip(prompts, texts, strict=True)]
+        settings = {"slots": 1, "prompts_at_once": 1, "max_new_tokens": 40, "drafts": 3}
+        return simulate_prompts([[40, 40]] * 2, "arrival", texts=drawn, **settings).running_steps
+
+    assert steps([], []) == steps([7, 7, 7], [8, 8, 8]) > steps([7, 7, 7], [7, 7, 7])
