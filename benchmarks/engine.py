@@ -17,7 +17,6 @@ import sys
 import tempfile
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks import figures
@@ -27,12 +26,13 @@ from benchmarks.rounds import beside, measure_rounds, median_round
 from benchmarks.workload import EngineOptions
 from infsample_rl.config.command_line import run_with_options
 
-NOT_OF_THE_WORKLOAD = ("json", "out", "engines", "schedules", "preemptions", "speculate", "rivals", "rows", "profile")
+NOT_OF_THE_WORKLOAD = ("json", "engines", "schedules", "preemptions", "speculate", "rivals", "rows", "profile")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 
 
 def main() -> int:
-    """Run all measurements; 1 when one failed or token counts differ although ends are ignored."""
+    """Run all measurements; 1 when one failed, token counts differ although ends are ignored, or drafts change a
+    sample."""
     end_with_terminate()
     return run_with_options(run, EngineOptions, usage=__doc__)
 
@@ -44,7 +44,7 @@ def run(options: EngineOptions) -> int:
         asked = ours_measurements(options)
         asked += on_vllm(options, measuring.facts) if "vllm" in options.engines else []
         asked += rival_measurements(options, measuring.facts)
-        points = [(f"bench.engine: {each.name}", partial(measuring.record, each)) for each in asked]
+        points = [(f"benchmarks.engine: {each.name}", partial(measuring.record, each)) for each in asked]
         rounds, failed = measure_rounds(points, options.repeats)
     found = in_one(rounds)
     if options.json:
@@ -55,12 +55,26 @@ def run(options: EngineOptions) -> int:
         for record in found:
             if record["profile"]:
                 print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in record["profile"].items()))
-        print(f"figure: {figures.draw_engine(found, Path(options.out))}")
     unequal = [record["name"] for record in found if record["tokens_equal"] is False]
     if unequal:
         expected = found[0]["tokens_expected"]
-        print(f"bench.engine: token counts differ from {expected}: {', '.join(unequal)}", file=sys.stderr)
-    return 1 if failed or unequal else 0
+        print(f"benchmarks.engine: token counts differ from {expected}: {', '.join(unequal)}", file=sys.stderr)
+    other = other_samples(found)
+    if other:
+        print(f"benchmarks.engine: samples differ from those of other drafts: {', '.join(other)}", file=sys.stderr)
+    return 1 if failed or unequal or other else 0
+
+
+def other_samples(records: list[dict[str, Any]]) -> list[str]:
+    """Ours whose samples are not those of the same schedule with another number of drafts, which they are bit by bit
+    on the CPU."""
+    first: dict[str, str] = {}
+    ours = [each for each in records if each["samples_sha256"] and each["device"] == "cpu"]
+    return [
+        each["name"]
+        for each in ours
+        if first.setdefault(each["name"].split("/speculate=")[0], each["samples_sha256"]) != each["samples_sha256"]
+    ]
 
 
 def in_one(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -164,7 +178,7 @@ class EngineBenchmark:
             try:
                 seconds.append(self._measure(measurement.what, short, settings)["seconds"])
             except RuntimeError as error:
-                print(f"bench.engine: {measurement.name} {_shown(settings)}: {error}", file=sys.stderr, flush=True)
+                print(f"benchmarks.engine: {measurement.name} {_shown(settings)}: {error}", file=sys.stderr, flush=True)
                 seconds.append(None)
         return seconds
 

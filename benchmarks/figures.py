@@ -82,20 +82,6 @@ def memory_facts(options: ModelOptions, device: str) -> str:
     return f"{options.shape or options.model}, {options.dtype}; peak: {counted}; MB of 1e6 bytes"
 
 
-def draw_engine(records: list[dict[str, Any]], folder: Path) -> Path:
-    """Write engine.png: tokens per second of every measurement, with the KV it held."""
-    figure, ((axes,),) = new_figure(8, 1 + 0.34 * max(1, len(records)))
-    shown = records[::-1]  # the first on top
-    speeds = [record["tokens_per_s"] for record in shown]
-    colours = [OURS if record["name"].startswith("ours/") else RIVAL for record in shown]
-    bars = axes.barh([record["name"] for record in shown], speeds, color=colours)
-    labels = [f"{each['tokens_per_s']:.0f} tokens/s, KV {each['peak_kv_bytes'] / 1e6:.1f} MB" for each in shown]
-    axes.bar_label(bars, labels, padding=3, fontsize=7)
-    axes.set_xlim(0, 1.5 * max(speeds, default=1))
-    axes.set_xlabel("tokens/s")
-    return save(figure, folder / "engine.png")
-
-
 def draw_memory(records: list[dict[str, Any]], folder: Path) -> Path:
     """Write memory.png: peak memory over the group size, one line for every way to sample."""
     figure, ((axes,),) = new_figure(8, 4.5)

@@ -100,7 +100,6 @@ class EngineOptions(Workload):
     )
     profile: int = option(0, "steps of G rows of ours whose kernels, waits and allocations are counted; 0: none", low=0)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
-    out: str = option("bench_out", "folder of the figure")
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.rivals:
