@@ -166,7 +166,3 @@ def _run(arguments: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run both, compare, report; returns the exit code."""
     return run_command(_run, arguments, usage=__doc__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -287,7 +287,3 @@ def _title(checkpoint: str, config: Config, options: EvaluateOptions) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     return run_command(_run, arguments, usage=__doc__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

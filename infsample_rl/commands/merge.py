@@ -11,7 +11,6 @@ Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,7 +147,3 @@ def _run(arguments: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     return run_command(_run, arguments, usage=__doc__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +186,3 @@ def _run(arguments: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     return run_command(_run, arguments, usage=__doc__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -46,7 +46,3 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path]:
     if out.suffix not in (".html", ".htm"):
         raise ValueError(f"out={out} must end in .html: it is a page")
     return runs, out
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -195,7 +195,3 @@ def _print_table(workload: Workload, options: SimulateOptions, records: list[dic
         for record in records
     ]
     print_table(rows, {name: heading for name, (heading, _) in COLUMNS.items()})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ rollout.predictor_path. Equal seeds give equal folders on one machine.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,3 @@ def train(options: TrainOptions) -> dict[str, Any]:
     print(f"epoch {best} kept in {out}; use it with rollout.predictor=bert rollout.predictor_path={out}", flush=True)
     sizes = {"train_prompts": len(training), "held_out_prompts": len(held)}
     return sizes | {"best_epoch": best, "epochs": epochs}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

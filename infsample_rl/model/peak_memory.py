@@ -59,10 +59,6 @@ class PeakMemory:
             return torch.cuda.memory_allocated(self.device)
         return max(0, self._resident_bytes("VmRSS") - self._before)
 
-    def reserved_bytes(self) -> int | None:
-        """What torch's CUDA allocator held at most, unused pieces included; None on CPU."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
-
 
 @cache
 def process_memory(device_type: str) -> PeakMemory:

@@ -136,7 +136,7 @@ class PromptGroup:
         if self.is_done:
             return False
         self.finished.append(sample)
-        self._schedule.finished(sample.index, sample.slot)
+        self._schedule.finished()
         if self._in_prefix:
             self._end_prefix()
         return True

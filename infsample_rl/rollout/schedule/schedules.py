@@ -1,9 +1,8 @@
 """Which sample of a prompt group decodes next: plain ints, so the engine and a simulator run the same objects.
 
 A schedule is made for one group of `num_samples` samples and `slots` slots. Whoever drives it offers a free slot with
-`next_sample(slot)`, starts the sample it answers, and reports its end with `finished(index, slot)`. None means nothing
-for this slot now; `holds(slot)` then says whether the group will want the slot later. Indices count the samples asked
-for.
+`next_sample(slot)`, starts the sample it answers, and reports its end with `finished()`. None means nothing for this
+slot now; `holds(slot)` then says whether the group will want the slot later. Indices count the samples asked for.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class SharedQueue:
         self._started.add(index)
         return index
 
-    def finished(self, index: int, slot: int) -> None:
-        """Sample `index` has ended in `slot`."""
+    def finished(self) -> None:
+        """A sample has ended."""
         self._unfinished -= 1
 
     def withdraw(self, count: int) -> list[int]:
@@ -93,8 +92,8 @@ class SlotQueues:
         """The first sample of the slot's own queue, or None."""
         return self._queues[slot].popleft() if self.holds(slot) else None
 
-    def finished(self, index: int, slot: int) -> None:
-        """Sample `index` has ended in `slot`."""
+    def finished(self) -> None:
+        """A sample has ended."""
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
@@ -129,8 +128,8 @@ class Rounds:
         self._running += 1
         return self._round_start + slot
 
-    def finished(self, index: int, slot: int) -> None:
-        """Sample `index` has ended in `slot`; the last one of a round opens the next."""
+    def finished(self) -> None:
+        """A sample has ended; the last one of a round opens the next."""
         self._running -= 1
         if self._running or self._waiting:
             return
@@ -169,8 +168,8 @@ class Endless:
         self._next += 1
         return self._next - 1
 
-    def finished(self, index: int, slot: int) -> None:
-        """Sample `index` has ended in `slot` and is kept."""
+    def finished(self) -> None:
+        """A sample has ended and is kept."""
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:

@@ -32,7 +32,7 @@ def run(name, lengths, slots, predicted=None, slots_from=None, group_size=None):
         for slot in list(running):
             running[slot][1] -= 1
             if running[slot][1] == 0 and not schedule.is_done:
-                schedule.finished(running[slot][0], slot)
+                schedule.finished()
                 finished.append(running.pop(slot)[0])
     return steps, finished, starts
 
