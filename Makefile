@@ -72,7 +72,7 @@ tables: $(READY)
 	$(BIN)/python -m benchmarks.tables out=docs/results/paper_tables.md
 	$(BIN)/python -m benchmarks.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs/results
 
-# The commands of a page of docs/results/ again: make results PAGE=engine ARGS="FOLDER=... PYTHON=...".
+# The commands of a page of docs/results/ again: make results PAGE=training_step ARGS="MODEL=...".
 results: $(READY)
 	$(BIN)/python scripts/rerun_results.py $(PAGE) $(ARGS)
 

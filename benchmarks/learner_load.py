@@ -94,7 +94,7 @@ def run(options: LearnerLoadOptions) -> int:
     architecture = architecture.get_text_config()
     architecture.vocab_size = min(LARGEST_VOCAB, architecture.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        print(f"bench.learner_load: writing random weights of {options.shape} ...", file=sys.stderr, flush=True)
+        print(f"benchmarks.learner_load: writing random weights of {options.shape} ...", file=sys.stderr, flush=True)
         write_weights(architecture, Path(folder) / "model")
         found = [*on_all_ranks(options, folder, "train"), *on_all_ranks(options, folder, "resume")]
     found.sort(key=lambda record: (PHASES.index(record["phase"]), record["rank"]))
@@ -122,7 +122,7 @@ def write_weights(architecture: PretrainedConfig, folder: Path) -> None:
 
 def on_all_ranks(options: LearnerLoadOptions, folder: str, job: str) -> list[dict[str, Any]]:
     """The records of all ranks, each a process of its own."""
-    print(f"bench.learner_load: {job} on {options.ranks} ranks ...", file=sys.stderr, flush=True)
+    print(f"benchmarks.learner_load: {job} on {options.ranks} ranks ...", file=sys.stderr, flush=True)
 
     def rank(number: int) -> list[dict[str, Any]]:
         spec = asdict(options) | {"rank": number, "folder": folder, "job": job}

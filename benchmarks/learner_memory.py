@@ -79,7 +79,7 @@ def run(options: LearnerMemoryOptions) -> int:
     """As main()."""
     found, failed = measure_points(
         (
-            (f"bench.learner_memory: {name}, G = {size}", partial(measure_point, options, name, size))
+            (f"benchmarks.learner_memory: {name}, G = {size}", partial(measure_point, options, name, size))
             for name, size in points(options)
         ),
         as_json=options.json,

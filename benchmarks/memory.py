@@ -55,7 +55,7 @@ def main() -> int:
 def run(options: MemoryOptions) -> int:
     """As main()."""
     found, failed = measure_points(
-        ((f"bench.memory: {settings}", partial(measure_point, options, settings)) for settings in points(options)),
+        ((f"benchmarks.memory: {settings}", partial(measure_point, options, settings)) for settings in points(options)),
         as_json=options.json,
     )
     if not options.json and found:

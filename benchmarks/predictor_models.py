@@ -1,5 +1,5 @@
 """Predicted lengths of recorded samples by every predictor, for each k, and what schedules take under them: what
-`bench.predictor` compares."""
+`benchmarks.predictor` compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.predictor` shows: tables with intervals, and error and rank correlation over k as a figure."""
+"""What `benchmarks.predictor` shows: tables with intervals, and error and rank correlation over k as a figure."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ python -m benchmarks.tables [recordings=[FILE,...]] [group_size=32] [slots=4] [o
 Running steps are means over prompts, one prompt at a time unless a row says otherwise, at the KV memory of `slots` full
 responses, prompts and pages left out; the bound of the memory is sum l(l+1)/2 / budget, which counts the newest token
 as held, while our pool takes it a step later. Rows with * know the true lengths. fptas, sjf, infinite and lpt predict:
-from FILE's `predictions` (bench.predictor writes them for held-out prompts, then only these prompts count), else with a
-lognormal error of `sigma` around the truth, as the line above a table says. dynamic_slot draws from the group's lengths
-again when it has started them all.
+from FILE's `predictions` (benchmarks.predictor writes them for held-out prompts, then only these prompts count), else
+with a lognormal error of `sigma` around the truth, as the line above a table says. dynamic_slot draws from the group's
+lengths again when it has started them all.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def run(options: TrainOptions) -> int:
         print(f"figure: {draw_training(found, Path(options.out))}")
     unequal = [f"{record['name']} at G = {record['group_size']}" for record in found if not record["lengths_as_asked"]]
     if unequal:
-        print(f"bench.train: responses are not of the lengths asked for: {', '.join(unequal)}", file=sys.stderr)
+        print(f"benchmarks.train: responses are not of the lengths asked for: {', '.join(unequal)}", file=sys.stderr)
     return 1 if failed or unequal else 0
 
 
@@ -94,7 +94,7 @@ def measure_group(
         runs.append(trl_run(options, facts, spec, tried))
     points = [
         (
-            f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)}",
+            f"benchmarks.train: {run.name} at G = {group_size}, {shown(run.settings)}",
             lambda number, run=run: measure_run(options, in_round(run, options.prompts, number)),
         )
         for run in runs

@@ -1,4 +1,4 @@
-"""Our side of bench.train: GRPO steps in one process, without Ray; engine and learner share the weights.
+"""Our side of benchmarks.train: GRPO steps in one process, without Ray; engine and learner share the weights.
 
 It is the process that `process.measure` starts; its spec is train_workload.run_spec with our settings.
 """

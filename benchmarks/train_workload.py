@@ -1,5 +1,5 @@
-"""What both sides of bench.train are given, as plain JSON: prompts as ids, sizes, settings they share. Standard library
-only."""
+"""What both sides of benchmarks.train are given, as plain JSON: prompts as ids, sizes, settings they share. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class TrainOptions(ModelOptions):
-    """Arguments of bench.train. Sampling is plain: no top-k, no top-p, no penalty."""
+    """Arguments of benchmarks.train. Sampling is plain: no top-k, no top-p, no penalty."""
 
     group_size: list[int] = option(
         [32], "G, completions of every prompt; a list: all of them, one after another", low=2

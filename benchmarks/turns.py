@@ -119,7 +119,7 @@ class TurnsBenchmark:
             try:
                 seconds.append(self._on_vllm(settings, short, timeout_s=limit)["seconds"])
             except RuntimeError as error:
-                print(f"bench.turns: vllm {settings}: {error}", file=sys.stderr, flush=True)
+                print(f"benchmarks.turns: vllm {settings}: {error}", file=sys.stderr, flush=True)
                 seconds.append(math.inf)
             else:
                 limit = min(limit, 2 * (time.monotonic() - started))
@@ -166,8 +166,8 @@ class TurnsBenchmark:
 def run(options: TurnsOptions) -> int:
     """Every measurement, printed; 1 when one failed."""
     benchmark = TurnsBenchmark(options)
-    points = [("bench.turns: ours", benchmark.ours)]
-    points += [("bench.turns: vllm", benchmark.vllm)] if options.vllm_python is not None else []
+    points = [("benchmarks.turns: ours", benchmark.ours)]
+    points += [("benchmarks.turns: vllm", benchmark.vllm)] if options.vllm_python is not None else []
     rounds, failed = measure_rounds(points, options.repeats)
     measured = [records for records in rounds if records]
     seconds = [[record["seconds"] for record in records] for records in measured]

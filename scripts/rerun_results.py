@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+WRITTEN_BY = {"gpu": "make gpu-evidence", "paper_tables": "make tables"}
 OPEN = re.compile(r"(?<=[=\[, ])[A-Z]{3,}(?=[\s\],/]|$)")
 
 
@@ -25,6 +26,8 @@ def main() -> int:
         return 0 if len(sys.argv) > 1 else 2
     page, given = sys.argv[1], dict(word.split("=", 1) if "=" in word else (word, "") for word in sys.argv[2:])
     commands = commands_of(RESULTS / f"{page}.md")
+    if page in WRITTEN_BY:
+        return refuse(f"{page} is written by `{WRITTEN_BY[page]}`")
     if not commands:
         known = ", ".join(sorted(path.stem for path in RESULTS.glob("*.md") if commands_of(path)))
         return refuse(f"{page} has no commands; pages that have: {known}")

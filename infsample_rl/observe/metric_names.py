@@ -82,7 +82,9 @@ METRICS = {
         "updates", "updates without a usable sample, or whose gradient was not finite (learner.on_nonfinite=skip)"
     ),
     "learner/kl": Metric(
-        "nats", "the KL to the reference by objective.kl, else log(policy / reference); 0 without a reference"
+        "nats",
+        "the KL to the reference by objective.kl, to a teacher as objective=distill takes it, else log(policy / "
+        "reference); 0 without a reference",
     ),
     "learner/entropy": Metric("nats", "entropy of the policy's distribution at a token"),
     "learner/clip_fraction": Metric("share", "tokens whose gradient the clip removed; 0 with one update a step"),

@@ -1,4 +1,4 @@
-"""`bench.predictor` on a tiny random policy and made recordings: what it reports, and that it reports it right."""
+"""`benchmarks.predictor` on a tiny random policy and made recordings: what it reports, and that it reports it right."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""bench.train: our step in one process, TRL's beside it, the settings it is tried with, and the commands as a user runs
-them."""
+"""benchmarks.train: our step in one process, TRL's beside it, the settings it is tried with, and the commands as a user
+runs them."""
 
 from __future__ import annotations
 
