@@ -193,4 +193,4 @@ def test_samples_of_prompts_that_are_not_known_are_no_drafts_for_others():
         settings = {"slots": 1, "prompts_at_once": 1, "max_new_tokens": 40, "drafts": 3}
         return simulate_prompts([[40, 40]] * 2, "arrival", texts=drawn, **settings).running_steps
 
-    assert steps([], []) == steps([7, 7, 7], [8, 8, 8]) > steps([7, 7, 7], [7, 7, 7])
+    assert steps([], []) == steps([70], [80]) > steps([70], [70])
