@@ -141,7 +141,7 @@ def settings_of(options: LearnerLoadOptions, model: str) -> Config:
         model=ModelConfig(path=model, dtype=options.dtype),
         data=DataConfig(source="unused.jsonl", max_prompt_tokens=options.tokens, prompts_per_step=options.ranks),
         rollout=RolloutConfig(group_size=options.group_size, max_new_tokens=options.tokens),
-        objective=ObjectiveConfig(kl="none", mismatch_stop=1e9, mismatch_stop_float32=1e9),  # no engine has sampled
+        objective=ObjectiveConfig(kl_coef=0.0, mismatch_stop=1e9, mismatch_stop_float32=1e9),  # no engine has sampled
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
         learner=LearnerConfig(
             backend=options.backend,

@@ -114,7 +114,7 @@ def measure_point(
     }
 
 
-OBJECTIVE = ObjectiveConfig(kl="none")
+OBJECTIVE = ObjectiveConfig(kl_coef=0.0)
 LEARNER_SETTINGS = ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing")
 LEARNER_SETTINGS += ("recompute_granularity",)
 

@@ -202,7 +202,7 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
             **{"temperature": spec["temperature"], "top_p": 1.0, "top_k": 0, "min_p": 0.0},
         ),
         # The bound of configs/experiment/arithmetic_smollm2.yaml.
-        objective=ObjectiveConfig(advantage="std", loss="grpo", kl="none", kl_coef=0.0, mismatch_stop_float32=1e-3),
+        objective=ObjectiveConfig(advantage="std", loss="grpo", kl_coef=0.0, mismatch_stop_float32=1e-3),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="reasoning_gym")]),
         learner=LearnerConfig(
             lr=spec["lr"],
@@ -239,7 +239,7 @@ def problem_prompts(spec: dict[str, Any], tokenizer: Any, context: int) -> list[
         model=ModelConfig(path=spec["model"]),
         data=DataConfig(**spec["data"], prompts_per_step=1),
         rollout=RolloutConfig(max_new_tokens=spec["max_new_tokens"]),
-        objective=ObjectiveConfig(kl="none", kl_coef=0.0),
+        objective=ObjectiveConfig(kl_coef=0.0),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="reasoning_gym")]),
     )
     stream = build_train_prompts(config, tokenizer, context)

@@ -28,13 +28,13 @@ class ObjectiveConfig:
         0.2, "ratio is clipped below at 1 - clip_low", low=0, high=1, read_if=lambda c: c.objective.loss != "cispo"
     )
     clip_high: float = setting(0.2, "ratio is clipped above at 1 + clip_high", low=0)
-    kl: str = setting("k3", "KL estimator in the loss", choices=("none", "k1", "k2", "k3"))
-    kl_coef: float = setting(
-        0.001,
-        "weight of the KL in the loss",
-        low=0,
-        read_if=lambda c: c.objective.kl != "none" or c.objective.kl_coef == 0,
+    kl: str = setting(
+        "k3",
+        "KL estimator in the loss",
+        choices=("k1", "k2", "k3"),
+        read_if=lambda c: c.objective.kl_in_loss or c.objective.kl == "k3",
     )
+    kl_coef: float = setting(0.001, "weight of the KL in the loss; 0: none", low=0)
     kl_reward_coef: float = setting(
         0.0, "every reward loses kl_reward_coef x log(policy / reference) (section 3.4); 0: none", low=0
     )
@@ -124,7 +124,7 @@ class ObjectiveConfig:
     @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term."""
-        return self.kl != "none" and self.kl_coef > 0
+        return self.kl_coef > 0
 
     @property
     def kl_in_reward(self) -> bool:

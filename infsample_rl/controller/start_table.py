@@ -58,9 +58,6 @@ def setting_warnings(config: Config) -> list[str]:
         f"objective.mismatch_stop={objective.mismatch_stop:g}": rollout.kv_dtype != "auto",
         "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any "
         "case": config.reference.offload and config.cluster.learner_gpus == 0,
-        f"objective.kl={objective.kl} with objective.kl_coef=0: there is no KL in the loss": (
-            objective.kl != "none" and objective.kl_coef == 0
-        ),
     }
     return [text for text, holds in warnings.items() if holds]
 

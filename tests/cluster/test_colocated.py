@@ -35,7 +35,7 @@ def config(**changes):
         model=ModelConfig(path=POLICY),
         data=DataConfig(source="unused.jsonl", max_prompt_tokens=16, prompts_per_step=3),
         rollout=RolloutConfig(group_size=4, slots=2, max_new_tokens=24, micro_group_size=1, predictor="none"),
-        objective=ObjectiveConfig(kl="none"),
+        objective=ObjectiveConfig(kl_coef=0.0),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
         learner=LearnerConfig(lr=1e-2, max_tokens_per_micro_batch=1024),
         cluster=ClusterConfig(colocate=True),

@@ -118,7 +118,7 @@ def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, 
         return replay.replay(config, recorded, None)["learner/kl"]
 
     own = kl(f"reference.path={other}")
-    assert own > 1e-4 and kl() < 1e-6 and kl("objective.kl=none") is None
+    assert own > 1e-4 and kl() < 1e-6 and kl("objective.kl_coef=0") is None
     if not adapters:
         assert own == pytest.approx(kl(f"reference.path={other}", "reference.placement=learner"), rel=1e-5)
 
@@ -127,7 +127,7 @@ def test_a_step_that_was_distilled_without_rewards_is_trained(recorded_run, othe
     recorded = read_recording(recorded_run.folder, 1)
     for sample in (sample for group in recorded.groups for sample in group.samples):
         sample.reward, sample.advantages = None, (0.0,)
-    settings = ["objective.reward_coef=0", "objective.distill_coef=1", "objective.kl=none", "objective.kl_coef=0"]
+    settings = ["objective.reward_coef=0", "objective.distill_coef=1", "objective.kl_coef=0"]
     config = replay.replay_config(recorded_run.folder, [*settings, f"reference.path={other}"])
     found = replay.replay(config, recorded, None)
     assert found["learner/skipped_updates"] == 0 and found["learner/grad_norm"] > 1e-4

@@ -481,8 +481,7 @@ def test_what_is_told_of_sampling_before_a_run():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["objective.kl_coef=0.1"], "nothing reads it here: objective.kl_coef"),
-        (["objective.kl=k3"], "objective.kl=k3 with objective.kl_coef=0: there is no KL in the loss"),
+        (["objective.kl=k2"], "nothing reads it here: objective.kl"),
         (["rollout.epsilon=0.2"], "nothing reads it here: rollout.epsilon"),
         (
             ["rollout.engine=vllm", "cluster.colocate=true", "learner.overlap=false"],

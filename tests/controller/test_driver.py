@@ -25,7 +25,7 @@ from infsample_rl.observe.run_log import RunLogger
 from tests.fake_cluster import FakeCluster, at_call, lose_step
 
 SETTINGS = [
-    *("run.steps=4", "run.checkpoint_every=2", "run.eval_prompts=0", "data.prompts_per_step=2", "objective.kl=none"),
+    *("run.steps=4", "run.checkpoint_every=2", "run.eval_prompts=0", "data.prompts_per_step=2", "objective.kl_coef=0"),
     *("data.max_prompt_tokens=64", "reward.functions=[{name: gsm8k}]", "rollout.group_size=2", "rollout.slots=2"),
     *("rollout.max_new_tokens=48", "rollout.predictor=none", "learner.max_tokens_per_micro_batch=128"),
     *("learner.warmup_steps=0", "cluster.learner_ranks=1", "cluster.max_restarts=3", "logging.wandb=disabled"),

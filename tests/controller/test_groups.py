@@ -30,7 +30,7 @@ def config(deterministic: bool = False, **objective) -> Config:
         model=ModelConfig(path="x"),
         data=DataConfig(source="x", prompts_per_step=2),
         rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8),
-        objective=ObjectiveConfig(**{"kl": "none", **objective}),
+        objective=ObjectiveConfig(**{"kl_coef": 0.0, **objective}),
         reference=ReferenceConfig(path="teacher"),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
     )

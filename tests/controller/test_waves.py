@@ -66,7 +66,7 @@ def make(
         model=ModelConfig(path="x"),
         data=DataConfig(source="x", prompts_per_step=4, max_prompt_tokens=2),
         rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8, engine="vllm" if turns else "native"),
-        objective=ObjectiveConfig(**{"kl": "none", **objective}),
+        objective=ObjectiveConfig(**{"kl_coef": 0.0, **objective}),
         learner=LearnerConfig(overlap=overlap, grad_sync=grad_sync, max_tokens_per_micro_batch=row, backend=backend),
         cluster=ClusterConfig(learner_ranks=ranks, rollout_workers=ranks, colocate=turns),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),

@@ -141,7 +141,7 @@ def large_update(path, dtype, loss):
     """A few samples that count as those of an update of 64 prompts x 256 samples of 4,096 tokens, of which each token's
     share underflows in 16 bits: (config, samples, provisional totals, real ones)."""
     samples = make_samples(load_plain(path, torch.float16))
-    objective = ObjectiveConfig(loss=loss, kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
+    objective = ObjectiveConfig(loss=loss, kl_coef=0.0, mismatch_stop=9.0, mismatch_stop_float32=9.0)
     learner = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=8192, logprob_chunk_tokens=7)
     config = make_config(path, dtype=dtype, objective=objective, learner=learner)
     config = replace(

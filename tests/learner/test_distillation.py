@@ -54,7 +54,7 @@ def reverse_kl(student, teacher):
 def test_its_gradient_is_that_of_the_reverse_kl(loss):
     student = logits(0).requires_grad_()
     (wanted,) = torch.autograd.grad(reverse_kl(student, logits(1)), student)
-    objective = ObjectiveConfig(loss=loss, kl="none", reward_coef=0.0, distill_coef=0.5)
+    objective = ObjectiveConfig(loss=loss, kl_coef=0.0, reward_coef=0.0, distill_coef=0.5)
     torch.testing.assert_close(mean_gradient(objective, advantage=3.0), 0.5 * wanted, rtol=0, atol=1e-12)
 
 
@@ -131,7 +131,7 @@ def test_a_learner_follows_the_teacher_wherever_it_is(tools, tied_policy, untied
     """By what reference workers say of every sample, and by a teacher on the learner ranks: the same loss, KL and
     gradient, which are the plain ones."""
     objective = ObjectiveConfig(
-        loss="dapo", kl="none", reward_coef=0.0, distill_coef=0.5, distill_top_k=6, distill_kl=kind, epochs=epochs
+        loss="dapo", kl_coef=0.0, reward_coef=0.0, distill_coef=0.5, distill_top_k=6, distill_kl=kind, epochs=epochs
     )
     config = tools.make_config(untied_policy)
     config = replace(config, objective=objective, reference=replace(config.reference, path=tied_policy))
@@ -177,7 +177,7 @@ def test_with_a_reward_both_gradients_add_up():
         logprobs = student.log_softmax(-1).gather(-1, token[:, None])[:, 0]
         loss, _ = policy_loss(
             logprobs, logprobs.detach(), torch.ones(TOKENS, dtype=torch.float64), torch.zeros(TOKENS, dtype=torch.long),
-            objective=ObjectiveConfig(loss="dapo", kl="none", **settings), totals=totals,
+            objective=ObjectiveConfig(loss="dapo", kl_coef=0.0, **settings), totals=totals,
             ref_logprobs=teacher.gather(-1, token[:, None])[:, 0],
         )  # fmt: skip
         return torch.autograd.grad(loss, student)[0]

@@ -59,7 +59,7 @@ def test_float32_with_rounded_kv_stops_on_the_mean_alone(tools, untied_policy, s
     plain = tools.make_config(
         untied_policy,
         learner=LEARNER,
-        objective=ObjectiveConfig(kl="none", importance="token_tis", mismatch_stop=0.05),
+        objective=ObjectiveConfig(kl_coef=0.0, importance="token_tis", mismatch_stop=0.05),
     )
     rounded = replace(plain, rollout=replace(plain.rollout, kv_dtype="int8"))
     assert (plain.mismatch_is_rounding, rounded.mismatch_is_rounding) == (True, False)

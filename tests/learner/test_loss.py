@@ -18,7 +18,7 @@ TOTALS = LossTotals(num_sequences=2, num_tokens=3, length_normalizer=10)
 
 def loss_of(loss="grpo", new=NEW, totals=TOTALS, **settings):
     tensors = {name: settings.pop(name) for name in ("ref_logprobs", "engine_logprobs", "entropy") if name in settings}
-    objective = ObjectiveConfig(**{"loss": loss, "kl": "none", **settings})
+    objective = ObjectiveConfig(**{"loss": loss, "kl_coef": 0.0, **settings})
     return policy_loss(new, OLD, ADVANTAGES, IDS, objective=objective, totals=totals, **tensors)
 
 
@@ -47,7 +47,7 @@ def test_losses_written_out(loss, expected, reward_coef):
 def test_a_ratio_beyond_all_numbers_has_no_gradient_where_the_clip_bounds_it(loss, advantage):
     old = torch.tensor([-95.0, -1.0])
     new = torch.tensor([0.0, -1.0], requires_grad=True)
-    objective = ObjectiveConfig(loss=loss, kl="none")
+    objective = ObjectiveConfig(loss=loss, kl_coef=0.0)
     ids, totals = torch.tensor([0, 1]), LossTotals(num_sequences=2, num_tokens=2, length_normalizer=1)
     value, metrics = policy_loss(new, old, torch.tensor([advantage, 1.0]), ids, objective=objective, totals=totals)
     value.backward()

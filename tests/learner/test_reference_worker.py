@@ -31,7 +31,7 @@ def save_policy(folder, seed, vocab_size=64):
 
 
 def make_config(path, max_tokens, reference_path=None, top_k=0):
-    distills = {"kl": "none", "distill_coef": 1.0, "distill_top_k": top_k} if top_k else {}
+    distills = {"kl_coef": 0.0, "distill_coef": 1.0, "distill_top_k": top_k} if top_k else {}
     return Config(
         objective=ObjectiveConfig(**distills),
         model=ModelConfig(path=path),

@@ -67,7 +67,7 @@ CASES = [
     {"learner/kl": 0.3})]),
     ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(9, {}), (1, {"learner/kl": 9.0}), (9, {})],
     [(3, {"learner/kl": 1.2})]),
-    ("exploding_kl", ["objective.kl=none"], [(20, {"learner/kl": 9.0})], None),
+    ("exploding_kl", ["objective.kl_coef=0"], [(20, {"learner/kl": 9.0})], None),
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": 0.05})], [(5, {}), (5, {"learner/entropy": 0.02})]),
     ("collapsing_entropy", [], [(20, {"learner/entropy": 0.0001})], [(5, {}), (20, {"learner/entropy": 0.0})]),
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": None})], None),  # steps without a learner row

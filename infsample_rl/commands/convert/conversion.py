@@ -165,7 +165,7 @@ class Conversion:
         self.set("cluster.learner_ranks", learner, theirs)
         if in_reward:
             gpus["reference"] = 0.25 if gpus["learner"] < 1 else 1.0
-        elif self.ours("objective.kl") != "none":
+        elif self.ours("objective.kl_coef") > 0:
             self.set("reference.placement", "learner", theirs, "beside the policy")
         for role, share in gpus.items():
             self.set(f"cluster.{role}_gpus", share, theirs)

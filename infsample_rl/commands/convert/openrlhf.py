@@ -108,7 +108,6 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
         c.set("objective.loss", "dapo", "actor.policy_loss_type", "the mean over tokens")
     coefficient = c.value(KL, float)
     if c.is_off("algo.kl.use_loss") or coefficient == 0:
-        c.set("objective.kl", "none", KL)
         c.set("objective.kl_coef", 0.0, KL)
         c.set("objective.kl_reward_coef", coefficient, KL, "of a whole response")
         if coefficient and c.value("algo.kl.estimator") != "k1":

@@ -67,7 +67,6 @@ ROWS = (
     Row("epsilon_high", "objective.clip_high", float),
     Row("entropy_coef", "objective.entropy_coef", float),
     Row("beta", "objective.kl_coef", float, 0.0),
-    Row("beta", "objective.kl", lambda beta: None if float(beta) else "none", 0.0),
     Row("use_bias_correction_kl", "objective.kl", lambda on: "k2" if truth(on) else "k3", True, "beta"),
     Row("learning_rate", "learner.lr", float, 1e-6),
     Row("lr_scheduler_type", "learner.lr_schedule", choose(SCHEDULES, "no such schedule"), "linear"),

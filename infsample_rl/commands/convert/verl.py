@@ -78,7 +78,7 @@ ROWS = (
     Row(f"{ACTOR}.entropy_coeff", "objective.entropy_coef", float, 0),
     Row(f"{ACTOR}.clip_ratio_low", "objective.clip_low", float, 0.2),
     Row(f"{ACTOR}.clip_ratio_high", "objective.clip_high", float, 0.2),
-    Row(USE_KL, "objective.kl", lambda on: None if truth(on) else "none", False),
+    Row(USE_KL, "objective.kl_coef", lambda on: None if truth(on) else 0.0, False),
     Row(f"{ACTOR}.kl_loss_type", "objective.kl", choose(KL_LOSSES, "no such estimator"), "low_var_kl", USE_KL),
     Row(f"{ACTOR}.kl_loss_coef", "objective.kl_coef", float, 0.001, USE_KL),
     Row("algorithm.kl_penalty", "", only("kl", "k1", why="a KL in the reward is k1"), when=KL_REWARD),

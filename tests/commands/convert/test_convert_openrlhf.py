@@ -59,12 +59,12 @@ def test_nothing_of_a_script_is_dropped_in_silence_and_keys_are_never_shown(conv
 @pytest.mark.parametrize(
     ("added", "settings", "dropped"),
     [
-        ("", {"objective.kl": "none", "cluster.rollout_workers": 2, "cluster.colocate": False}, ""),
-        ("--algo.kl.init_coef 0.02", {"objective.kl": "none", "objective.kl_reward_coef": 0.02}, ""),
+        ("", {"objective.kl_coef": 0.0, "cluster.rollout_workers": 2, "cluster.colocate": False}, ""),
+        ("--algo.kl.init_coef 0.02", {"objective.kl_coef": 0.0, "objective.kl_reward_coef": 0.02}, ""),
         ("--actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log", {"objective.clip_high": 0.3}, ""),
         ("--train.async_enable --ds.lora.rank 8", {"run.max_staleness": 1, "learner.lora_rank": 8}, ""),
         ("--algo.kl.init_coef 0.02 --algo.kl.estimator k3", {}, "algo.kl.estimator=k3: a KL in the reward is k1"),
-        ("--algo.kl.estimator k3 --algo.kl.target 6 --ds.lora.dropout 0.1", {"objective.kl": "none"}, ""),
+        ("--algo.kl.estimator k3 --algo.kl.target 6 --ds.lora.dropout 0.1", {"objective.kl_coef": 0.0}, ""),
         ("--algo.kl.init_coef 0.02 --algo.kl.target 6", {}, "algo.kl.target=6: the weight of a KL stays as it is"),
         ("--ds.lora.rank 8 --ds.lora.dropout 0.1", {}, "ds.lora.dropout=0.1: adapters have no dropout"),
         ("--actor.adam.eps 1e-7", {"learner.adam_epsilon": 1e-7}, ""),

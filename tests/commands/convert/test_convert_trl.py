@@ -254,7 +254,7 @@ def test_a_shell_command_of_its_command_line(convert, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "settings", "dropped"),
     [
-        ("", {"objective.loss": "dapo", "objective.kl": "none", "run.epochs": 3.0, "data.eval_source": None}, ""),
+        ("", {"objective.loss": "dapo", "objective.kl_coef": 0.0, "run.epochs": 3.0, "data.eval_source": None}, ""),
         ("loss_type: sapo", {"objective.loss": "grpo"}, "loss_type=sapo: no such loss"),
         ("scale_rewards: batch", {"objective.advantage": "std"}, "scale_rewards=batch"),
         ("beta: 0.1\nuse_bias_correction_kl: false", {"objective.kl": "k3", "objective.kl_coef": 0.1}, ""),

@@ -72,7 +72,7 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
 @pytest.mark.parametrize(
     ("arguments", "settings", "dropped"),
     [
-        ("", {"objective.loss": "dapo", "objective.kl": "none", "run.epochs": 30.0, "data.eval_source": None}, ""),
+        ("", {"objective.loss": "dapo", "objective.kl_coef": 0.0, "run.epochs": 30.0, "data.eval_source": None}, ""),
         ("ACTOR.policy_loss.loss_mode=gspo", {"objective.loss": "gspo"}, ""),
         ("ACTOR.policy_loss.loss_mode=clip_cov", {"objective.loss": "dapo"}, "loss_mode=clip_cov"),
         ("algorithm.adv_estimator=gae", {"objective.advantage": "std"}, "adv_estimator=gae: there is no critic"),
