@@ -4,7 +4,7 @@ every sample.
 python scripts/record_completions.py out=FILE.jsonl seconds=1200 dataset=gsm8k +experiment=gsm8k_smollm2
 data.source=FILE model.dtype=float32 ...
 
-Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command.
+Everything but out, seconds, dataset, tokens, seed and threads is a setting of the training command.
 Prompts are taken in the seeded order of training, in chunks of prompts_per_step that are always finished, so that a
 limit in seconds does not favour prompts with short responses. A file that is there is gone on with; what a stop left of
 half a chunk is cut off. tokens=all adds every response in full, for benchmarks.group_size and simulate's speculate.
@@ -17,12 +17,14 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infsample_rl.config import Config
+from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.loading import load_config
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.loading import load_model
@@ -35,40 +37,38 @@ FIRST_TOKENS = 32  # kept of every sample: the longest prefix a predictor is tri
 SAMPLING_SEED = 20260  # of the noise; another one than training's, so that no recording repeats a run
 
 
+@dataclass(kw_only=True)
+class RecordOptions:
+    """Arguments of this script."""
+
+    out: str = option("", "JSONL file that is written, or gone on with")
+    dataset: str = option("", "name of the prompts' data set, as it stands in every line")
+    seconds: float = option(600.0, "after which no chunk of prompts begins", above=0)
+    tokens: str = option("first", "of every sample: the first, or all", choices=("first", "all"))
+    seed: int = option(SAMPLING_SEED, "of the sampling noise", low=0)
+    threads: int = option(len(os.sched_getaffinity(0)), "CPU threads", low=1)
+
+    def __post_init__(self) -> None:
+        if not self.out or not self.dataset:
+            raise ValueError(f"give {'dataset=NAME' if self.out else 'out=FILE.jsonl'}")
+
+
 def main() -> int:
     """Record until the time is up."""
-    own = {
-        "out": "",
-        "seconds": "600",
-        "dataset": "",
-        "tokens": "first",
-        "seed": str(SAMPLING_SEED),
-        "threads": str(len(os.sched_getaffinity(0))),
-    }
-    settings = []
-    for argument in sys.argv[1:]:
-        name, _, value = argument.partition("=")
-        if name in own:
-            own[name] = value
-        else:
-            settings.append(argument)
-    if not own["out"] or not own["dataset"] or own["tokens"] not in ("first", "all"):
-        print(__doc__, file=sys.stderr)
-        return 2
-    torch.set_num_threads(int(own["threads"]))
-    try:
-        config = load_config(settings)
-        whole = own["tokens"] == "all"
-        record(config, Path(own["out"]), own["dataset"], float(own["seconds"]), seed=int(own["seed"]), all_tokens=whole)
-    except ValueError as error:
-        print(f"record_completions: {error}", file=sys.stderr)
-        return 2
+    return run_command(run, None, usage=__doc__)
+
+
+def run(arguments: list[str]) -> int:
+    """As main()."""
+    options, settings = parse_with_settings(arguments, RecordOptions)
+    torch.set_num_threads(options.threads)
+    record(load_config(settings), options)
     return 0
 
 
-def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int, all_tokens: bool) -> None:
-    """Append one line per prompt to `out` until `seconds` have passed and the chunk at work is done. `seed`: of the
-    sampling noise."""
+def record(config: Config, options: RecordOptions) -> None:
+    """Append one line per prompt until the seconds have passed and the chunk at work is done."""
+    out = Path(options.out)
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     prompts = build_train_prompts(config, tokenizer, model.config.max_position_embeddings)
     engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
@@ -76,17 +76,17 @@ def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int
     out.parent.mkdir(parents=True, exist_ok=True)
     chunk, done, tokens = 0, whole_chunks(out, config.data.prompts_per_step), 0
     started = time.monotonic()  # not before: loading may take longer than a short limit
-    while time.monotonic() - started < seconds:
+    while time.monotonic() - started < options.seconds:
         batch = prompts.next_batch()
         chunk += 1
         if chunk <= done:
             continue
-        groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], seed, step=chunk)
+        groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], options.seed, step=chunk)
         with out.open("a") as file:
             for prompt, completions in zip(batch, groups, strict=True):
                 (scored,) = rewards.score([(prompt, completions)])
-                line = recording(config, dataset, prompt, completions, scored.rewards)
-                if all_tokens:
+                line = recording(config, options.dataset, prompt, completions, scored.rewards)
+                if options.tokens == "all":
                     line["prompt_token_ids"] = prompt.token_ids.tolist()
                     line["token_ids"] = [completion.token_ids.tolist() for completion in completions]
                 file.write(json.dumps(line) + "\n")

@@ -216,6 +216,23 @@ def test_a_recording_that_was_stopped_is_cut_back_to_whole_chunks(there, chunks,
     assert (out.read_text() if out.exists() else None) == left
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["out=x.jsonl"], "give dataset=NAME"),
+        (["dataset=kk"], "give out=FILE.jsonl"),
+        (["out=x.jsonl", "dataset=kk", "second=3"], "second is no argument; did you mean seconds=...?"),
+        (["out=x.jsonl", "dataset=kk", "tokens=some"], "tokens=some: must be one of first, all"),
+        (["out=x.jsonl", "dataset=kk", "rollout.group=2"], "rollout.group is not a setting"),
+    ],
+)
+def test_a_recording_is_refused_in_one_line(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["record_completions.py", *arguments])
+    assert record_completions.main() == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
 @pytest.mark.slow  # two imports of everything
 def test_recorded_tokens_are_whole_responses_and_go_on_behind_what_is_there(tmp_path):
     """The script itself on the default experiment's policy, a prompt a call, behind a file with one line and a half."""
