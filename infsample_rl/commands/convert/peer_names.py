@@ -88,7 +88,7 @@ BY_CODE: dict[str, dict[str, str]] = {
         "train.batch_size": MINI,
         "train.micro_batch_size": f"{MICRO}; in tokens",
         "train.colocate_all": "cluster.colocate",
-        "algo.kl.use_loss": "objective.kl; objective.kl_reward_coef is the weight of one in the reward",
+        "algo.kl.use_loss": "objective.kl_coef; objective.kl_reward_coef is the weight of one in the reward",
         "actor.lr_warmup_ratio": "learner.warmup_steps; in updates",
         "actor.num_nodes": PLACES,
         "actor.num_gpus_per_node": PLACES,

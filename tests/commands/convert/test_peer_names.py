@@ -24,7 +24,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("TRL's num_generations", "rollout.group_size"),
         ("TRL's temperature", "rollout.temperature"),
         ("TRL's epsilon", "objective.clip_low and objective.clip_high"),
-        ("TRL's beta", "objective.kl_coef and objective.kl"),
+        ("TRL's beta", "objective.kl_coef"),
         ("TRL's max_prompt_length", "data.max_prompt_tokens"),
         ("TRL's max_completion_length", "rollout.max_new_tokens"),
         ("TRL's max_steps", "run.steps"),
