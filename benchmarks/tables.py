@@ -21,11 +21,12 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.paper_figures import ABLATION, MODELS, PAPER_NAMES, SCHEDULER_CHOICE, least_kept_mean
-from infsample_rl.commands.schedule_workload import LENGTHS, MOST_SIGMA, names_of, noisy
+from infsample_rl.commands.schedule_workload import MOST_SIGMA, names_of, noisy
 from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import Simulation, simulate, simulate_prompts, slot_bound, token_bound
 
+LENGTHS = Path("tests") / "data" / "lengths"  # recordings of the checkout
 TOGETHER = 8  # prompts that share the memory in a row of their own
 PREDICTOR = "probe"  # whose predictions are read
 

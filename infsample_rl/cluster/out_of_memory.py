@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.plan.report import gigabytes
+from infsample_rl.plan.devices import gigabytes
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|(?:can't|cannot) allocate memory|unable to allocate|MemoryError|std::bad_alloc|low on "

@@ -20,7 +20,6 @@ from infsample_rl.rollout.simulator_drafts import Text
 STEP_SECONDS = 0.0170  # c0, of a running step
 ROW_SECONDS = 0.00182  # c1, of a row in a step, and of a token computed again
 PARK_SECONDS = 0.000012  # c2, of a token whose KV is parked and brought back
-LENGTHS = Path("tests") / "data" / "lengths"  # recordings of the checkout
 MEMORY_BOUND = "memory bound sum l(l+1)/2 / budget (counts the newest token as held; our pool takes it a step later)"
 MOST_SIGMA = 10  # of a lognormal error
 PROMPTS_PER_CALL = 8  # where several are resident
