@@ -1,4 +1,5 @@
-"""Training runs of several sides, each at the learning rate that it ends highest with, and what they learn by when.
+"""Training runs of several sides, each at the learning rate that it ends highest with (of equal ones at that which is
+higher over all evaluations), and what they learn by when.
 
 Every side tries the same learning rates, once each, on held-out problems of their own; then every seed trains with the
 best. A run that has ended is kept in a file: what was cut off, or is asked for more seeds, goes on from there.
@@ -58,7 +59,7 @@ class Study:
             asked += len(lrs) + len(seeds)
             found += tried
             if tried:
-                best = max(tried, key=lambda record: record["held_out"][-1][1])["lr"]
+                best = max(tried, key=ends_and_mean)["lr"]
                 found += filter(None, (self._outcome(Run(side, best, seed, "held_out")) for seed in seeds))
         return found, len(found) == asked
 
@@ -82,6 +83,12 @@ class Study:
     @cached_property
     def _common(self) -> dict[str, Any]:
         return self.settings | {"commit": versions()["commit"]}
+
+
+def ends_and_mean(record: Record) -> tuple[float, float]:
+    """A run's last accuracy, and its mean over all evaluations."""
+    accuracies = [accuracy for _, accuracy in record["held_out"]]
+    return accuracies[-1], mean(accuracies)
 
 
 def measured(records: Iterable[Record]) -> list[Record]:

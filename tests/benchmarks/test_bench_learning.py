@@ -88,6 +88,17 @@ def test_no_seed_is_one_of_searches(tmp_path):
     assert [learning.row_of(each)["seed"] for each in found] == ["search", 99, 100]
 
 
+def test_of_rates_that_end_alike_the_one_that_learns_sooner_is_taken(tmp_path):
+    def train(run):
+        middle = {1e-5: 0.3, 2e-5: 0.7, 3e-5: 0.6, 4e-5: 0.9}[run.lr]
+        end = 0.7 if run.lr == 4e-5 else 0.8
+        return {"rewards": [0.5] * 2, "seconds": [1.0] * 2, "held_out": [[0, 0.1], [1, middle], [2, end]]}
+
+    study = learning.Study(folder=tmp_path, settings={}, train=train)
+    found, _ = study.run(["ours"], [1e-5, 2e-5, 3e-5, 4e-5], [0])
+    assert [each["lr"] for each in learning.measured(found)] == [2e-5]
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
