@@ -177,9 +177,9 @@ def test_an_unfinished_stream_that_goes_away_touches_nothing_of_the_later_call(m
     next(stream)
     later = engine.stream(PROMPTS, seed=4, step=2)
     found = next(later)
-    held = engine.pages_now()[1]
+    held, texts = engine.pages_now()[1], len(engine.drafter._of_group)
     stream.close()
-    assert engine.pages_now()[1] == held > 0
+    assert engine.pages_now()[1] == held > 0 and len(engine.drafter._of_group) == texts > 0
     for micro_group in later:
         found += micro_group
     wanted = {(each.prompt_index, each.sample_index): each.token_ids.tolist() for group in expected for each in group}
