@@ -64,6 +64,13 @@ def test_kv_stays_within_the_pool_and_the_pool_within_the_memory(engine_records)
     assert engine_records["generate/equal_kv"]["peak_kv_bytes"] <= budget
 
 
+def test_samples_that_drafts_change_are_told():
+    hashes = {"ours/lpt/speculate=0": "a", "ours/lpt": "a", "ours/token_budget/speculate=0": "a", "generate": None}
+    records = [{"name": name, "samples_sha256": text, "device": "cpu"} for name, text in hashes.items()]
+    changed = {"name": "ours/token_budget", "samples_sha256": "b", "device": "cpu"}
+    assert engine.other_samples(records) == [] and engine.other_samples([*records, changed]) == ["ours/token_budget"]
+
+
 @pytest.mark.gpu
 def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmark):
     sizes = ["group_size=4", "slots=4", "max_new_tokens=8", "prompt_tokens=9", "rows=[]", "profile=6"]

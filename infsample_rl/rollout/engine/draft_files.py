@@ -75,8 +75,10 @@ def _newest(files: Sequence[Sequence[Texts]]) -> list[Texts]:
     for at_once in zip_longest(*map(reversed, files)):
         for prompt, samples in filter(None, at_once):
             new = [tokens for tokens in samples if (prompt, tokens) not in seen]
+            if not new:  # where another has it, which used it later
+                continue
             seen.update((prompt, tokens) for tokens in new)
-            room -= (len(prompt) + sum(map(len, new))) // 4 if new else 0
+            room -= (len(prompt) + sum(map(len, new))) // 4
             if room < 0:
                 return found[::-1]
             found.append((prompt, new))
