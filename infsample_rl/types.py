@@ -69,6 +69,14 @@ class Prompt:
         return f"{self.source}:{self.row}" if self.source else self.row
 
 
+class AcceptedSpan(NamedTuple):
+    """Running steps one after another, each of which gave a row drafted tokens too."""
+
+    start: int  # running steps of the engine's call before the first of them
+    end: int  # with the last of them
+    tokens: int  # drafted ones that were kept
+
+
 class RowStay(NamedTuple):
     """One sample in one decode row of an engine without a pause; a sample that was preempted has several."""
 
@@ -78,6 +86,7 @@ class RowStay(NamedTuple):
     started: float  # time.time()
     ended: float
     tokens: int  # sampled in this stay
+    accepted: tuple[AcceptedSpan, ...] = ()  # of them, those that were drafted
 
 
 class Forecast(NamedTuple):

@@ -19,7 +19,7 @@ from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.step_metrics import Metrics
 from infsample_rl.model.tokenizer import Response, read_response
 from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE
-from infsample_rl.types import Episode
+from infsample_rl.types import Episode, RowStay
 
 TEXT_END = 80  # characters of a response's beginning, and of its end, that samples.jsonl has
 CUT_SHARE = 0.1
@@ -97,7 +97,7 @@ def sample_records(groups: StepGroups, response_of: ResponseOf, *, step: int) ->
 
     Example: {"step": 3, "prompt_index": 0, "row": 17, "started": 1763630000.25, "prompt": "1 + 1 = ?", "samples":
     [{"sample_index": 0, "length": 24, "finish_reason": "stop", "reward": 1.0, "worker": 0, "forecast": [8, 31.5],
-    "text": "2", "stays": [[2, 40, 64, 0.0, 1.25, 24]]}]}
+    "text": "2", "stays": [[2, 40, 61, 0.0, 1.25, 24, [[50, 52, 3]]]]}]}
     """
     return [
         _group_record(group, response_of, step)
@@ -127,11 +127,13 @@ def _sample_record(sample: SampleRecord, response: Response | None, started: flo
         "worker": sample.worker,
         "forecast": None if sample.forecast is None else [sample.forecast.known, round(sample.forecast.tokens, 1)],
         "text": None if response is None else ends_of(response.text),
-        "stays": [
-            [s.row, s.start, s.end, round(s.started - started, 4), round(s.ended - started, 4), s.tokens]
-            for s in sample.stays
-        ],
+        "stays": [_stay_record(stay, started) for stay in sample.stays],
     }
+
+
+def _stay_record(stay: RowStay, started: float) -> list[Any]:
+    times = [round(stay.started - started, 4), round(stay.ended - started, 4)]
+    return [stay.row, stay.start, stay.end, *times, stay.tokens, [list(span) for span in stay.accepted]]
 
 
 def ends_of(text: str) -> str:

@@ -18,12 +18,21 @@ from infsample_rl.controller.step_records import (
 )
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.observe.report.samples import LONGEST_TEXT, shortened, shown_places
-from infsample_rl.types import Completion, Episode, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
+from infsample_rl.types import (
+    AcceptedSpan,
+    Completion,
+    Episode,
+    Forecast,
+    MicroGroupHeader,
+    Prompt,
+    RewardResult,
+    RowStay,
+)
 
 CONFIG = load_config([])
 TOKENIZER = load_tokenizer(CONFIG.model)
 STAYS = [
-    [RowStay(2, 0, 10, 100.0, 101.0, 10), RowStay(0, 12, 15, 102.0, 102.5, 3)],
+    [RowStay(2, 0, 10, 100.0, 101.0, 10), RowStay(0, 12, 14, 102.0, 102.5, 3, (AcceptedSpan(13, 14, 1),))],
     [RowStay(1, 4, 8, 100.5, 101.5, 4)],
 ]
 
@@ -65,12 +74,12 @@ def test_a_record_says_who_decoded_when_and_what_came_of_it():
     first = {
         "sample_index": 0, "length": 4, "finish_reason": "length", "reward": None, "worker": 5, "forecast": None,
         "text": " knight. knave.",
-        "stays": [[1, 4, 8, 0.5, 1.5, 4]],
+        "stays": [[1, 4, 8, 0.5, 1.5, 4, []]],
     }  # fmt: skip
     second = {
         "sample_index": 1, "length": 13, "finish_reason": "stop", "reward": 1.0, "worker": 5, "forecast": [8, 11.3],
         "text": " knight. knave.",
-        "stays": [[2, 0, 10, 0.0, 1.0, 10], [0, 12, 15, 2.0, 2.5, 3]],
+        "stays": [[2, 0, 10, 0.0, 1.0, 10, []], [0, 12, 14, 2.0, 2.5, 3, [[13, 14, 1]]]],
     }  # fmt: skip
     assert record == {
         "step": 3,

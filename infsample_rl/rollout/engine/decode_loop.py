@@ -212,6 +212,8 @@ class DecodeLoop:
             newest.append(query)
             tokens += query - first + 1
             self.planner.accept(sample, query - first)
+            if query > first:
+                self.micro_groups.stays.accept(sample, self.planner.running_steps - 1, query - first)
             query = first + len(draft) + 1
         self.decode.batch.drop_pages(rows)
         self.stats.drafted_tokens += query - len(rows)

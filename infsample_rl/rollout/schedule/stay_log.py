@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from infsample_rl.rollout.schedule.prompt_group import Sample
-from infsample_rl.types import RowStay
+from infsample_rl.types import AcceptedSpan, RowStay
 
 
 class StayLog:
@@ -16,6 +16,7 @@ class StayLog:
     def __init__(self) -> None:
         self._open: dict[Sample, tuple[int, int, float, int]] = {}  # row, running step, time.time(), tokens it had
         self._stays: dict[Sample, list[RowStay]] = {}
+        self._accepted: dict[Sample, list[AcceptedSpan]] = {}  # of the stays that are open
 
     def arrange(self, rows: Iterable[Sample], step: int, left: int) -> None:
         """From the running step that follows `step` others on, these samples decode, each in its slot; the others have
@@ -26,6 +27,15 @@ class StayLog:
                 self._close(sample, left, now)
         for sample in staying - self._open.keys():
             self._open[sample] = (sample.slot, step, now, len(sample.tokens))
+
+    def accept(self, sample: Sample, step: int, tokens: int) -> None:
+        """The running step that follows `step` others gave a sample so many drafted tokens too."""
+        spans = self._accepted.setdefault(sample, [])
+        if spans and spans[-1].end == step:
+            before = spans.pop()
+            spans.append(AcceptedSpan(before.start, step + 1, before.tokens + tokens))
+        else:
+            spans.append(AcceptedSpan(step, step + 1, tokens))
 
     def end(self, samples: Iterable[Sample], step: int) -> None:
         """These samples have ended, after `step` running steps."""
@@ -39,4 +49,5 @@ class StayLog:
 
     def _close(self, sample: Sample, step: int, now: float) -> None:
         row, start, started, before = self._open.pop(sample)
-        self._stays.setdefault(sample, []).append(RowStay(row, start, step, started, now, len(sample.tokens) - before))
+        tokens, accepted = len(sample.tokens) - before, tuple(self._accepted.pop(sample, ()))
+        self._stays.setdefault(sample, []).append(RowStay(row, start, step, started, now, tokens, accepted))

@@ -81,6 +81,23 @@ def test_hovering_a_bar_tells_of_its_sample(page):
     assert "sample 8" in said and "tokens, ended by itself" in said and "reward" in said and "Answer: " in said
 
 
+def test_steps_that_gave_drafted_tokens_are_a_stripe_of_their_bar(recorded_run, opened):
+    groups = [json.loads(line) for line in (recorded_run / "samples.jsonl").read_text().splitlines()]
+    shown = next(group for group in groups if group["step"] == groups[-1]["step"])
+    row, start, end, *rest = shown["samples"][0]["stays"][0]
+    spans = [[start + (end - start) // 4, start + (end - start) // 2, 20]]
+    shown["samples"][0]["stays"][0] = [row, start, end, *rest, spans]
+    (recorded_run / "samples.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
+    write_report([recorded_run], recorded_run / "report.html")
+    page = opened(recorded_run / "report.html")
+    stripe, bar = page.locator("rect.accepted").bounding_box(), page.locator("g.sample rect").first.bounding_box()
+    assert stripe["x"] - bar["x"] == pytest.approx(bar["width"] / 4, abs=1.5)
+    assert stripe["width"] == pytest.approx(bar["width"] / 4, abs=1.5)
+    assert bar["y"] < stripe["y"] and stripe["y"] + stripe["height"] < bar["y"] + bar["height"]
+    page.locator("g.sample rect").first.hover()
+    assert "20 of its tokens" in page.locator(".tip").inner_text()
+
+
 def test_completions_are_filtered_by_kind_step_and_words(page):
     shown, kind, step = (
         page.locator("article.completion"),

@@ -23,7 +23,9 @@ def sample_in(slot: int) -> Sample:
 def test_a_preempted_sample_has_a_stay_for_each_row_it_was_in():
     log, first, second = StayLog(), sample_in(0), sample_in(1)
     log.arrange([first, second], 0, 0)
-    second.tokens.extend([7, 7, 7])
+    second.tokens.extend([7, 7, 7, 7, 7])
+    log.accept(second, 1, 1)
+    log.accept(second, 2, 1)
     second.slot = -1
     log.arrange([first], 4, 3)  # step 3 computes KV again
     second.slot = 2
@@ -31,7 +33,8 @@ def test_a_preempted_sample_has_a_stay_for_each_row_it_was_in():
     second.tokens.append(7)
     first.tokens.extend([7] * 6)
     log.end([first, second], 6)
-    assert [(stay.row, stay.start, stay.end, stay.tokens) for stay in log.take(second)] == [(1, 0, 3, 3), (2, 5, 6, 1)]
+    stays = [(stay.row, stay.start, stay.end, stay.tokens, stay.accepted) for stay in log.take(second)]
+    assert stays == [(1, 0, 3, 5, ((1, 3, 2),)), (2, 5, 6, 1, ())]
     assert [(stay.row, stay.start, stay.end, stay.tokens) for stay in log.take(first)] == [(0, 0, 6, 6)]
     assert log.take(first) == []
 
@@ -49,8 +52,9 @@ def model(tiny_qwen3):
         {"schedule": "infinite", "predictor": "probe", "slots": 3},
         {"schedule": "arrival", "slots": 3},
         {"schedule": "dynamic_slot", "slots": 3},
+        {"speculate": 3, "temperature": 0.1},
     ],
-    ids=lambda settings: settings.get("schedule", "token_budget"),
+    ids=lambda settings: settings.get("schedule", "token_budget") + "-drafts" * ("speculate" in settings),
 )
 @pytest.mark.filterwarnings("ignore:rollout.schedule=dynamic_slot")
 def test_stays_of_an_engine_hold_every_token_once_and_no_row_twice(model, settings):
@@ -66,14 +70,17 @@ def test_stays_of_an_engine_hold_every_token_once_and_no_row_twice(model, settin
                     for before, after in zip(completion.stays, completion.stays[1:], strict=False)
                 )
         for stay in stays:
-            assert (
-                0 < stay.tokens <= stay.end - stay.start
-                and stay.started <= stay.ended
-                and stay.end <= engine.stats.running_steps
-            )
+            drafted = sum(span.tokens for span in stay.accepted)
+            assert 0 < stay.tokens - drafted <= stay.end - stay.start
+            assert stay.started <= stay.ended and stay.end <= engine.stats.running_steps
+            spans = [step for span in stay.accepted for step in (span.start, span.end)]
+            assert spans == sorted(set(spans)) and all(stay.start <= step <= stay.end for step in spans)
+            assert all(span.end - span.start <= span.tokens <= 3 * (span.end - span.start) for span in stay.accepted)
         for row in {stay.row for stay in stays}:
             there = sorted((stay.start, stay.end) for stay in stays if stay.row == row)
             assert all(before[1] <= after[0] for before, after in zip(there, there[1:], strict=False))
+    accepted = sum(span.tokens for stay in stays for span in stay.accepted)
+    assert accepted == engine.stats.accepted_tokens and (accepted > 0) == ("speculate" in settings)
     if "kv_budget_tokens" in settings:
         assert engine.stats.preemptions > 0 and len(stays) > 20
 

@@ -92,7 +92,7 @@ function timelines(found) {
     el(
       'p',
       { class: 'note' },
-      'A bar is a sample in a decode row; one that stops short with a dark edge was preempted or waited, and goes on in another row. ',
+      'A bar is a sample in a decode row; one that stops short with a dark edge was preempted or waited, and goes on in another row. A stripe: steps that gave drafted tokens too, the stronger the more. ',
       'Where a row is empty it decoded other prompts or nothing. Hover or tap for the text. ',
       kept,
     ),
@@ -189,6 +189,18 @@ function sampleBars(sample, { x, top, place, tall, from, to, low, high, by }) {
       start = x(stay[from]),
       wide = Math.max(1, x(stay[to]) - start - 0.5);
     group.append(svg('rect', { ...paint, x: start, y, width: wide, height: tall - 2, rx: 1.5 }));
+    const at = (step) => x(stay[from] + ((step - stay[1]) / (stay[2] - stay[1])) * (stay[to] - stay[from]));
+    for (const [first, end, tokens] of accepted(stay))
+      group.append(
+        svg('rect', {
+          class: dark ? 'accepted onDark' : 'accepted onLight',
+          x: at(first),
+          y: y + tall * 0.35,
+          width: at(end) - at(first),
+          height: tall * 0.2,
+          opacity: Math.min(1, 0.3 + (0.1 * tokens) / (end - first)),
+        }),
+      );
     if (index < sample.stays.length - 1)
       group.append(svg('rect', { class: 'edge', x: start + Math.max(0, wide - 2.5), y, width: Math.min(2.5, wide), height: tall - 2 }));
     if (wide > 22 && tall > 12) group.append(svg('text', { class: dark ? 'onDark' : 'onLight', x: start + 4, y: y + tall / 2 + 3 }, sample.sample_index));
@@ -212,6 +224,9 @@ function sampleBars(sample, { x, top, place, tall, from, to, low, high, by }) {
   return group;
 }
 
+// Spans of steps that gave drafted tokens too; runs from before they were recorded have none.
+const accepted = (stay) => stay[6] ?? [];
+
 function sampleTip(sample) {
   const pauses = sample.stays.length - 1,
     first = sample.stays[0],
@@ -226,6 +241,8 @@ function sampleTip(sample) {
         (pauses ? `rows ${sample.stays.map((stay) => stay[0]).join(', ')}` : `row ${first[0]}`),
     ],
   ];
+  const drafted = sample.stays.flatMap(accepted).reduce((sum, span) => sum + span[2], 0);
+  if (drafted) lines.push(['drafted', `${drafted} of its tokens`]);
   if (pauses) lines.push(['paused', pauses === 1 ? 'once' : `${pauses} times`]);
   return [
     el('b', {}, `sample ${sample.sample_index}`),
