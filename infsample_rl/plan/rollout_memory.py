@@ -27,7 +27,7 @@ from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
 from infsample_rl.rollout.engine.vllm_engine import LEAST_BATCH
-from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN, MOST_BYTES
+from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN, MOST_BYTES, OTHERS_BYTES
 from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
@@ -140,8 +140,10 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
         at_a_time = min(queries, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
     if drafts and not on_gpu:  # else they lie beside the GPU
         tokens = config.samples_per_step * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
-        of_all_steps = BYTES_PER_TOKEN * tokens * config.run.steps if config.run.steps is not None else MOST_BYTES
-        lines["drafted texts"] = min(MOST_BYTES, of_all_steps)
+        texts = MOST_BYTES + OTHERS_BYTES
+        if config.run.steps is not None:  # a sample is among its prompt's, and among those of all
+            texts = min(texts, 2 * BYTES_PER_TOKEN * tokens * config.run.steps)
+        lines["drafted texts"] = texts
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))

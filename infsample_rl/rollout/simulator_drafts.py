@@ -68,6 +68,6 @@ class Drafting:
     def _text_of(self, sample: Sample) -> Sequence[int]:
         text = self._texts[sample.group_id]
         if not self._drafter.knows(sample.group):  # its ids are not known to the planner
-            # a token of its own where its prompt's are not known: others' samples are no drafts for it
+            # a token of its own where its prompt's are not known: it is not the prompt of others
             self._drafter.open(sample.group, text.prompt or [-1 - sample.group_id])
         return text.samples[sample.sample_index]

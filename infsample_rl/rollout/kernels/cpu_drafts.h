@@ -1,6 +1,6 @@
 // What may come next in a sample, by what came after the same tokens before: in its prompt, its siblings and itself.
 //
-// Hash chains as in LZ77: every place whose last FEW or MANY tokens are equal is linked to the one before it. The longest
+// Hash chains as in LZ77: every place whose last 1, 2 or 5 tokens are equal is linked to the one before it. The longest
 // match wins, among equally long ones the token that most of them go on with, then the newest.
 #pragma once
 #include <algorithm>
@@ -23,12 +23,12 @@ public:
     void extend(int64_t text, const int32_t* tokens, int64_t count) {
         if (!prompt_linked) {
             prompt_linked = true;
-            for (int64_t end = MANY; end < (int64_t)prompt.size(); ++end) link(0, end);
+            for (int64_t end = FIRST; end < (int64_t)prompt.size(); ++end) link(0, end);
         }
         for (int64_t i = 0; i < count; ++i) {
             texts[text].push_back(tokens[i]);
             const int64_t end = length(text) - 1;
-            if (end >= MANY) link(text, end);
+            if (end >= FIRST) link(text, end);
         }
     }
 
@@ -55,9 +55,10 @@ public:
     }
 
 private:
-    static constexpr int64_t FEW = 2, MANY = 5, LONGEST = 24, MOST_TRIED = 48;
-    struct Place {  // token `end` of a text, and the place before it of equal hash, by FEW and by MANY tokens; -1: none
-        int32_t text, end, before[2];
+    static constexpr int64_t LONGEST = 24, MOST_TRIED = 48, KINDS = 3, TOKENS[KINDS] = {1, 2, 5};
+    static constexpr int64_t FIRST = TOKENS[KINDS - 1];  // place that is linked: enough tokens come before it
+    struct Place {  // token `end` of a text, and the place before it of equal hash, by so many TOKENS; -1: none
+        int32_t text, end, before[KINDS];
     };
     struct Chains {
         std::vector<int32_t> heads = std::vector<int32_t>(64, -1);  // newest place by hash
@@ -72,7 +73,7 @@ private:
     int64_t matched = 0;          // its length
     std::vector<std::vector<int32_t>> texts;  // without the prompt; the first is the prompt alone
     std::vector<Place> places;
-    Chains chains[2];
+    Chains chains[KINDS];
     bool prompt_linked = false;
 
     int64_t length(int64_t text) const { return (int64_t)(prompt.size() + texts[text].size()); }
@@ -82,42 +83,41 @@ private:
     }
 
     template <class Get>
-    size_t bucket(int which, Get get) const {  // of the tokens get(1), get(2), ... back from the end
+    size_t bucket(int kind, Get get) const {  // of the tokens get(1), get(2), ... back from the end
         uint64_t hash = 0x9E3779B97F4A7C15ull;
-        for (int64_t back = 1; back <= (which ? MANY : FEW); ++back) hash = (hash ^ (uint32_t)get(back)) * 0xBF58476D1CE4E5B9ull, hash ^= hash >> 29;
-        return hash & (chains[which].heads.size() - 1);
+        for (int64_t back = 1; back <= TOKENS[kind]; ++back) hash = (hash ^ (uint32_t)get(back)) * 0xBF58476D1CE4E5B9ull, hash ^= hash >> 29;
+        return hash & (chains[kind].heads.size() - 1);
     }
 
     void link(int64_t text, int64_t end) {
         if (places.size() >= chains[0].heads.size()) grow();
-        places.push_back({(int32_t)text, (int32_t)end, {-1, -1}});
+        places.push_back({(int32_t)text, (int32_t)end, {-1, -1, -1}});
         put((int32_t)places.size() - 1);
     }
 
     void put(int32_t number) {
         Place& place = places[number];
-        for (int which = 0; which < 2; ++which) {
-            int32_t& head = chains[which].heads[bucket(which, [&](int64_t back) { return at(place.text, place.end - back); })];
-            place.before[which] = head;
+        for (int kind = 0; kind < KINDS; ++kind) {
+            int32_t& head = chains[kind].heads[bucket(kind, [&](int64_t back) { return at(place.text, place.end - back); })];
+            place.before[kind] = head;
             head = number;
         }
     }
 
     void grow() {
-        for (Chains& each : chains) each.heads.assign(4 * each.heads.size(), -1);
+        for (Chains& each : chains) each.heads.assign(2 * each.heads.size(), -1);
         for (int32_t number = 0; number < (int32_t)places.size(); ++number) put(number);
     }
 
-    // The places where the longest match of the tail ends; none if it is shorter than FEW.
+    // The places where the longest match of the tail ends; none if no token is known.
     void find() {
         const int64_t size = (int64_t)tail.size();
         const auto back_of_tail = [&](int64_t back) { return tail[size - back]; };
-        for (int which = 1; which >= 0 && matching.empty(); --which) {
-            const int64_t fewest = which ? MANY : FEW;
-            if (size < fewest) continue;
-            matched = fewest;
+        for (int kind = KINDS - 1; kind >= 0 && matching.empty(); --kind) {
+            if (size < TOKENS[kind]) continue;
+            matched = TOKENS[kind];
             int64_t tried = 0;
-            for (int32_t number = chains[which].heads[bucket(which, back_of_tail)]; number >= 0 && tried < MOST_TRIED; number = places[number].before[which], ++tried) {
+            for (int32_t number = chains[kind].heads[bucket(kind, back_of_tail)]; number >= 0 && tried < MOST_TRIED; number = places[number].before[kind], ++tried) {
                 const Place& place = places[number];
                 int64_t equal = 0;
                 while (equal < std::min<int64_t>({LONGEST, size, place.end}) && at(place.text, place.end - 1 - equal) == back_of_tail(equal + 1)) ++equal;

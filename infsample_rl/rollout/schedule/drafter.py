@@ -16,42 +16,53 @@ if TYPE_CHECKING:  # needs torch
     from infsample_rl.rollout.kernels.cpu_kernels import Kernels
 
 
-MOST_BYTES = 64 * 2**20  # of all texts; beyond it prompts are forgotten, the one used least recently first
-BYTES_PER_TOKEN = 72  # at most, when vectors have just grown: 42 to 53 were measured
+MOST_BYTES = 64 * 2**20  # of all prompts' texts; beyond it prompts are forgotten, the one used least recently first
+OTHERS_BYTES = 32 * 2**20  # of the samples of all prompts together, at most
+BYTES_PER_TOKEN = 80  # at most, when vectors have just grown
+SURE = 5  # tokens of a match in a prompt's own texts, from which on others' are not asked
+LONGER = 2  # by so many tokens the match in others' texts must be the longer one
 TRIM_EVERY = 256  # drafts
 Texts = tuple[bytes, Sequence[bytes]]  # int32 tokens of a prompt and of its samples
 
 
 class Drafter:
-    """Drafts by the longest match of a sample's last tokens (kernels/cpu_drafts.h). Texts are kept from call to call,
-    so that a prompt's samples of an earlier epoch draft for those of the next. What it drafts changes no sample."""
+    """Drafts by the longest match of a sample's last tokens (kernels/cpu_drafts.h) in its prompt's texts, or in the
+    samples of other prompts where those say little. Texts are kept from call to call, so that a prompt's samples of an
+    earlier epoch draft for those of the next. What it drafts changes no sample."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._texts: OrderedDict[bytes, _Texts] = OrderedDict()  # by prompt, the one used last at the end
-        self._of_group: dict[PromptGroup, _Texts] = {}
+        self._texts: OrderedDict[bytes, _PromptTexts] = OrderedDict()  # by prompt, the one used last at the end
+        self._of_group: dict[PromptGroup, _PromptTexts] = {}
+        self._of_all = _Texts(kernels, array("i"))  # the newest samples of every prompt
         self._drafts_since = 0
-        self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
 
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
-        """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by."""
+        """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by:
+        less than 0 where it is in other prompts' samples."""
         texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
-        count = texts.draft(sample, min(most, MOST_DRAFTS), self._tokens, self._matches)
+        tokens, matches = texts.draft(sample, min(most, MOST_DRAFTS))
+        if not matches or matches[0] < SURE:
+            of_others, longer = self._of_all.draft(sample, min(most, MOST_DRAFTS))
+            if longer and (not matches or longer[0] > matches[0] + LONGER):
+                tokens, matches = of_others, [-match for match in longer]
         self._drafts_since += 1
         if self._drafts_since == TRIM_EVERY:
             self._trim()
-        return self._tokens[:count], self._matches[:count]
+        return tokens, matches
 
     def end(self, sample: Sample) -> None:
         """The sample has ended: all its tokens draft for others."""
         texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
         texts.end(sample)
+        self._of_all.end(sample)
 
     def leave(self, group: PromptGroup) -> None:
         """All samples of a prompt have ended."""
         texts = self._of_group.pop(group, None)
         if texts is not None:
             texts.forget(group)
+            self._of_all.forget(group)
 
     def close(self) -> None:
         """A call has ended."""
@@ -62,6 +73,8 @@ class Drafter:
     def _trim(self) -> None:
         """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
         self._drafts_since, left = 0, MOST_BYTES
+        if self._of_all.num_bytes > OTHERS_BYTES // 2:  # what it takes doubles where it grows; gathered anew
+            self._of_all = _Texts(self._kernels, array("i"))
         for prompt in reversed(list(self._texts)):
             num_bytes = self._texts[prompt].num_bytes
             if num_bytes <= left:
@@ -79,21 +92,23 @@ class Drafter:
         """Samples that were drawn before, as ended() gives them; those that are here already are left out."""
         texts = self._texts.get(prompt) or self._new(prompt)
         for tokens in samples:
-            texts.add(tokens)
+            if tokens not in texts.ended:
+                texts.add(tokens)
+                self._of_all.add(tokens)
 
     def knows(self, group: PromptGroup) -> bool:
         """Whether the group's texts are open."""
         return group in self._of_group
 
-    def open(self, group: PromptGroup, prompt_ids: Sequence[int]) -> _Texts:
+    def open(self, group: PromptGroup, prompt_ids: Sequence[int]) -> _PromptTexts:
         """The texts of a group whose prompt has these ids."""
         prompt = array("i", prompt_ids).tobytes()
         texts = self._of_group[group] = self._texts.get(prompt) or self._new(prompt)
         self._texts.move_to_end(prompt)
         return texts
 
-    def _new(self, prompt: bytes) -> _Texts:
-        texts = self._texts[prompt] = _Texts(self._kernels, array("i", prompt))
+    def _new(self, prompt: bytes) -> _PromptTexts:
+        texts = self._texts[prompt] = _PromptTexts(self._kernels, array("i", prompt))
         return texts
 
 
@@ -109,45 +124,36 @@ def shared_out(wanted: Sequence[int], room: int) -> list[int]:
 
 
 class _Texts:
-    """One prompt's samples."""
+    """Samples after a prompt, or of all prompts after nothing."""
 
     def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
         self._kernels = kernels
         self._handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))
+        self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
         self.known: dict[Sample, list[int]] = {}  # number of its text, tokens in it
-        self.ended: dict[bytes, None] = {}  # tokens of samples that have ended, in their order
-        self._bytes_of_ended = 0
         weakref.finalize(self, kernels.close_drafts, self._handle)
 
     @property
     def num_bytes(self) -> int:
-        return self._kernels.bytes_of_drafts(self._handle) + self._bytes_of_ended
+        return self._kernels.bytes_of_drafts(self._handle)
 
-    def draft(self, sample: Sample, most: int, tokens: ctypes.Array, matches: ctypes.Array) -> int:
-        return self._kernels.draft(self._handle, self._extend(sample)[0], most, tokens, matches)
+    def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
+        count = self._kernels.draft(self._handle, self._extend(sample)[0], most, self._tokens, self._matches)
+        return self._tokens[:count], self._matches[:count]
 
     def end(self, sample: Sample) -> None:
         self._extend(sample)
         del self.known[sample]
-        self._keep(sample.tokens.tobytes())
 
     def add(self, tokens: bytes) -> None:
         """A sample that was drawn before."""
-        if tokens in self.ended:
-            return
         text = array("i", tokens)
         self._kernels.extend_text(self._handle, self._kernels.open_text(self._handle), text.buffer_info()[0], len(text))
-        self._keep(tokens)
 
     def forget(self, group: PromptGroup) -> None:
         """Its samples have ended, or will not go on; another group may have the same prompt."""
         for sample in [sample for sample in self.known if sample.group is group]:
             del self.known[sample]
-
-    def _keep(self, tokens: bytes) -> None:
-        if tokens not in self.ended:
-            self.ended[tokens] = None
-            self._bytes_of_ended += len(tokens)
 
     def _extend(self, sample: Sample) -> list[int]:
         known = self.known.get(sample)
@@ -159,3 +165,29 @@ class _Texts:
             self._kernels.extend_text(self._handle, known[0], address, count)
             known[1] += count
         return known
+
+
+class _PromptTexts(_Texts):
+    """One prompt's samples, and those of them that have ended."""
+
+    def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
+        super().__init__(kernels, prompt)
+        self.ended: dict[bytes, None] = {}  # their tokens, in their order
+        self._bytes_of_ended = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self._bytes_of_ended
+
+    def end(self, sample: Sample) -> None:
+        super().end(sample)
+        self._keep(sample.tokens.tobytes())
+
+    def add(self, tokens: bytes) -> None:
+        super().add(tokens)
+        self._keep(tokens)
+
+    def _keep(self, tokens: bytes) -> None:
+        if tokens not in self.ended:
+            self.ended[tokens] = None
+            self._bytes_of_ended += len(tokens)

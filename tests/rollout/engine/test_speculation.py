@@ -238,6 +238,50 @@ def test_groups_with_the_same_prompt_draft_for_one_another():
     assert drafter.draft(second, 1)[0] == [5] and before == 1, "its own tokens are known once"
 
 
+def test_what_a_prompts_own_texts_lack_is_found_in_other_prompts_samples():
+    drafter, settings = Drafter(cpu_kernels.load()), GroupSettings("arrival", 3, 3)
+    one, other = (PromptGroup(prompt, [prompt], [0, 1], settings, lambda index: index) for prompt in (1, 2))
+    before, sibling, sample = Sample(one, 0, 0, 0), Sample(other, 0, 0, 0), Sample(other, 1, 1, 0)
+    before.tokens.extend(range(20, 40))
+    drafter.end(before)
+    sample.tokens.extend(range(20, 28))
+    assert drafter.draft(sample, 3) == ([28, 29, 30], [-8, -9, -10])
+    for own, found in (
+        ([0, 0, 0, 0, 0, 26, 27, 98], ([28], [-8])),
+        ([0, 0, 0, 0, 0, *range(23, 28), 99], ([99], [5])),
+    ):
+        sibling = Sample(other, 2, 2, 0)
+        sibling.tokens.extend(own)
+        drafter.end(sibling)
+        assert drafter.draft(sample, 1) == found
+    assert [len(samples) for _, samples in drafter.ended()] == [1, 2], "a sample is kept once"
+
+
+def test_samples_of_all_prompts_stay_within_their_bytes_and_are_gathered_anew(monkeypatch):
+    monkeypatch.setattr(drafter_module, "OTHERS_BYTES", 100_000)
+    drafter, sizes = Drafter(cpu_kernels.load()), []
+    settings, numbers = GroupSettings("arrival", 1, 1), random.Random(0)
+    for prompt in range(40):
+        sample = Sample(PromptGroup(prompt, [prompt], [0], settings, lambda index: index), 0, 0, 0)
+        for _ in range(300):
+            sample.tokens.append(numbers.randrange(10_000))
+            drafter.draft(sample, 3)
+        drafter.end(sample)
+        sizes.append(drafter._of_all.num_bytes)
+    assert any(after < before for before, after in zip(sizes, sizes[1:], strict=False))
+    assert 50_000 < max(sizes) <= 100_000
+
+
+@pytest.mark.parametrize("tokens", [65, 1025, 4096, 4097, 32769])
+def test_a_token_takes_no_more_bytes_than_the_plan_counts(tokens):
+    drafter, numbers = Drafter(cpu_kernels.load()), random.Random(0)
+    sample = Sample(PromptGroup(0, [1], [0], GroupSettings("arrival", 1, 1), lambda index: index), 0, 0, 0)
+    sample.tokens.extend(numbers.randrange(50_000) for _ in range(tokens))
+    drafter.end(sample)
+    (kept,) = drafter._texts.values()
+    assert max(kept.num_bytes, drafter._of_all.num_bytes) <= drafter_module.BYTES_PER_TOKEN * tokens + 1000
+
+
 def test_texts_stay_within_their_bytes(monkeypatch):
     monkeypatch.setattr(drafter_module, "MOST_BYTES", 200_000)
     drafter = Drafter(cpu_kernels.load())
