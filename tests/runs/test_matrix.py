@@ -24,6 +24,7 @@ from transformers import (
 
 from infsample_rl.commands.chaos import differences
 from infsample_rl.learner.cpu_adam import compile_cpu_adam
+from tests.judge_server import JudgeServer
 from tests.real_runs import kill_a_decoding_worker, same_everywhere
 from tests.vllm_files import check_nothing_is_left, files_of_vllm
 
@@ -191,6 +192,27 @@ def test_a_reward_model_scores_every_sample(no_kl, plain, judge, sums_file):
         with torch.no_grad():
             assert model(**inputs).logits.item() == pytest.approx(sample["reward"], abs=1e-4)
     assert len(samples) == 12 and len({sample["reward"] for sample in samples}) > 6
+
+
+@pytest.mark.slow
+def test_a_judge_scores_every_sample_and_nothing_holds_its_key(no_kl, tmp_path, monkeypatch):
+    pytest.importorskip("openai")
+    server, key = JudgeServer(), "planted-judge-key"
+    server.reply = lambda request, _: f"Score: {len(request['messages'][0]['content']) % 11}"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    (tmp_path / "ask.md").write_text("{question}\n{response}\nHow good is it?")
+    judge = f"{{name: judge, url: '{server.url}', model: judge-1, prompt: '{tmp_path}/ask.md', key: JUDGE_KEY}}"
+    run = no_kl(f"reward.functions=[{judge}]", "run.steps=1", "logging.completions_per_step=12")
+    server.close()
+    (row,) = run.rows
+    samples = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    asked = [text for text in server.asked if "Score: N" in text]
+    assert row["reward/failed"] == 0 and len(samples) == 12 and server.keys == {f"Bearer {key}"}
+    for sample in samples:
+        (text,) = {text for text in asked if f"\n{sample['response']}\nHow good is it?" in text}
+        assert sample["reward"] == len(text) % 11 / 10
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert [path for path in files if key.encode() in path.read_bytes()] == []
 
 
 def advantages(run, step: int) -> dict[tuple[int, int], float]:
