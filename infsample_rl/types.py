@@ -70,7 +70,7 @@ class Prompt:
 
 
 class AcceptedSpan(NamedTuple):
-    """Running steps one after another, each of which gave a row drafted tokens too."""
+    """Running steps that gave a row drafted tokens too; with others between them where there are many."""
 
     start: int  # running steps of the engine's call before the first of them
     end: int  # with the last of them

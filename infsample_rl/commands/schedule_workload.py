@@ -12,6 +12,7 @@ from pathlib import Path
 from infsample_rl.config.command_line import option
 from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_DRAFTS, PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
+from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.first_come import FIRST_COME
 from infsample_rl.rollout.simulator import Simulation, simulate_prompts
 from infsample_rl.rollout.simulator_drafts import Text
@@ -147,8 +148,10 @@ def simulate_call(
     parks: bool = True,
     record_rows: bool = False,
     drafts: int = 0,
+    drafter: Drafter | None = None,
 ) -> Simulation:
-    """The prompts `call` of a workload in one call. `parks`: where the schedule preempts, KV is parked."""
+    """The prompts `call` of a workload in one call. `parks`: where the schedule preempts, KV is parked. `drafter`:
+    knows the calls before."""
     dynamic = schedule == "dynamic_slot"
     return simulate_prompts(
         [(workload.recorded if dynamic else workload.groups)[place] for place in call],
@@ -167,6 +170,7 @@ def simulate_call(
         record_rows=record_rows,
         texts=None if workload.texts is None else [workload.texts[place] for place in call],
         drafts=drafts,
+        drafter=drafter,
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from infsample_rl.config.command_line import check_writable, print_table, run_wi
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.rollout.schedule.first_come import FIRST_COME
 from infsample_rl.rollout.simulator import Simulation, slot_bound, token_bound
+from infsample_rl.rollout.simulator_drafts import new_drafter
 
 COLUMNS = {  # of the table: what a record calls it, its heading, its format
     "name": ("schedule", ""),
@@ -105,11 +107,9 @@ def measure(workload: Workload, options: SimulateOptions) -> Iterator[dict[str, 
         drafting = options.speculate if schedule != "dynamic_slot" else [0]  # whose samples are others with drafts
         for sigma in [*([] if reads else [None]), *(options.noise if reads or preempts else [])]:
             for preemption, drafts in product(options.preemptions if preempts else [None], drafting):
-                parks = preemption == "park"
-                found = [
-                    simulate_call(workload, options, call, schedule, sigma, parks=parks, drafts=drafts)
-                    for call in calls
-                ]
+                run = partial(simulate_call, workload, options, schedule=schedule, sigma=sigma, drafts=drafts)
+                run = partial(run, parks=preemption == "park", drafter=new_drafter() if drafts else None)
+                found = [run(call) for call in calls]
                 known = "" if sigma is None else ", true lengths" if sigma == 0 else f", sigma {sigma:g}"
                 again = ", computed again" if preemption == "recompute" else ""
                 again += f", {drafts} drafted" if drafts else ""

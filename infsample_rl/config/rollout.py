@@ -140,7 +140,7 @@ class RolloutConfig:
     )
     speculate: str = setting(
         "auto",
-        "tokens drafted for every row of a step, 0 to 7, from what the prompt's samples said before; they change no "
+        "tokens drafted for every row of a step, 0 to 7, from what samples said before; they change no "
         "sample; auto: as many as pay, with a C++ compiler: in float32 on the CPU, or on a GPU",
     )
     max_rows: int | None = setting(None, f"most rows of token_budget at a time; none: {MOST_ROWS}", low=1)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_ROWS, PLANNED_PROMPTS
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
+from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.fast_forward import repeat_steps
 from infsample_rl.rollout.schedule.first_come import FIRST_COME, FirstComePolicy
 from infsample_rl.rollout.schedule.kv_budget import slots_in
@@ -111,6 +112,7 @@ def simulate_prompts(
     record_rows: bool = False,
     texts: Sequence[Text] | None = None,
     drafts: int = 0,
+    drafter: Drafter | None = None,
 ) -> Simulation:
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
     Beside the engine's schedules there is vLLM's own rule, "first_come".
@@ -123,8 +125,8 @@ def simulate_prompts(
     lengths and stops at the group_size-th finish (default, and for all other schedules: all). max_rows, parks (KV of
     preempted samples waits outside the pool, else it is computed again): token_budget's. max_new_tokens: the cap of a
     response (default: the longest of all). record_rows: fill `.stays`. texts: the prompts' and samples' token ids, of
-    which up to `drafts` are drafted for every row of a step. ValueError for an argument that is out of bounds, does not
-    fit the others, or is not read by the schedule.
+    which up to `drafts` are drafted for every row of a step; drafter: knows the calls before. ValueError for an
+    argument that is out of bounds, does not fit the others, or is not read by the schedule.
     """
     first_come, by_budget = schedule == FIRST_COME, schedule in (FIRST_COME, "token_budget")
     check_read(
@@ -153,7 +155,8 @@ def simulate_prompts(
         policy=policy(page_size, cap, parks=parks) if by_budget else None,
         parking=Parking(most_parked) if parks or first_come else None,
     )
-    found = _Run(planner, groups, repredicted or (), record_rows, Drafting(texts, drafts) if drafts else None).to_end()
+    drafting = Drafting(texts, drafts, drafter) if drafts else None
+    found = _Run(planner, groups, repredicted or (), record_rows, drafting).to_end()
     found.slots = num_slots
     if first_come:  # what gave way is computed again, in the step in which it comes back
         found.recomputed_tokens, found.parked_tokens = found.parked_tokens, 0
@@ -237,6 +240,7 @@ class _Run:
         result.tokens = planner.num_tokens
         if self._drafting is not None:
             result.drafted_tokens, result.accepted = self._drafting.drafted_tokens, self._drafting.accepted
+            self._drafting.close()
         result.most_rows, result.preemptions = planner.most_rows, planner.num_preemptions
         result.recomputed_tokens, result.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
         pool = planner.pool

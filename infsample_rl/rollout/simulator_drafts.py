@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ from infsample_rl.config.rollout import MOST_QUERIES
 from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
+
+UNKNOWN = itertools.count(1)  # of prompts whose ids are not known: none is the prompt of another
 
 
 class Text(NamedTuple):
@@ -27,16 +30,13 @@ class Accepted(NamedTuple):
 
 
 class Drafting:
-    """Drafted tokens, as with a fixed rollout.speculate."""
+    """Drafted tokens of one call, as with a fixed rollout.speculate."""
 
-    def __init__(self, texts: Sequence[Text] | None, drafts: int) -> None:
-        """ValueError without texts, and where the drafter cannot be compiled."""
-        from infsample_rl.rollout.kernels import cpu_kernels  # needs torch
-
-        kernels = cpu_kernels.load()
-        if texts is None or kernels is None:
-            raise ValueError(f"drafts={drafts} needs {'token ids' if texts is None else 'a C++ compiler'}")
-        self._drafter, self._texts, self._drafts = Drafter(kernels), texts, drafts
+    def __init__(self, texts: Sequence[Text] | None, drafts: int, drafter: Drafter | None = None) -> None:
+        """`drafter`: knows the calls before. ValueError without texts, and where the drafter cannot be compiled."""
+        if texts is None:
+            raise ValueError(f"drafts={drafts} needs token ids")
+        self._drafter, self._texts, self._drafts = drafter or new_drafter(), texts, drafts
         self.drafted_tokens, self.accepted = 0, list[Accepted]()
 
     def accept(self, planner: StepPlanner, rows: Sequence[Sample]) -> None:
@@ -48,8 +48,9 @@ class Drafting:
             draft = self._drafter.draft(sample, self._drafts)[0] if sample.tokens else []
             found.append((sample, draft, text[sample.num_tokens - 1 :]))
         counts = shared_out([len(draft) for _, draft, _ in found], room)
-        for (sample, draft, following), count in zip(found, counts, strict=True):
-            draft = draft[: planner.lend_pages(sample, count)]
+        lent = [planner.lend_pages(sample, count) for (sample, *_), count in zip(found, counts, strict=True)]
+        for (sample, draft, following), count in zip(found, lent, strict=True):
+            draft = draft[:count]
             self.drafted_tokens += len(draft)
             right = 0
             # the last token of all is never a draft that another follows
@@ -65,9 +66,22 @@ class Drafting:
             sample.tokens.extend(self._text_of(sample)[len(sample.tokens) :])
             self._drafter.end(sample)
 
+    def close(self) -> None:
+        """The call has ended."""
+        self._drafter.close()
+
     def _text_of(self, sample: Sample) -> Sequence[int]:
         text = self._texts[sample.group_id]
         if not self._drafter.knows(sample.group):  # its ids are not known to the planner
-            # a token of its own where its prompt's are not known: it is not the prompt of others
-            self._drafter.open(sample.group, text.prompt or [-1 - sample.group_id])
+            self._drafter.open(sample.group, text.prompt or [-next(UNKNOWN)])
         return text.samples[sample.sample_index]
+
+
+def new_drafter() -> Drafter:
+    """ValueError where it cannot be compiled."""
+    from infsample_rl.rollout.kernels import cpu_kernels  # needs torch
+
+    kernels = cpu_kernels.load()
+    if kernels is None:
+        raise ValueError("drafts need a C++ compiler")
+    return Drafter(kernels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class RolloutWorker:
                 return
             if micro_group:
                 yield self._header(micro_group, evaluation)
-            yield micro_group
+            yield [replace(completion, stays=[]) for completion in micro_group]
 
     def _turns(self, work: list[RolloutWork], step: int, *, evaluation: bool) -> Episodes | None:
         """What answers the turns of a stream's samples."""

@@ -37,16 +37,14 @@ public:
         const int64_t end = length(text), known = std::min<int64_t>(end, LONGEST);
         tail.clear();
         for (int64_t i = end - known; i < end; ++i) tail.push_back(at(text, i));
-        matching.clear();
-        for (int64_t drafted = 0; drafted < most; ++drafted) {
-            if (matching.empty()) find();
-            if (matching.empty()) return drafted;
-            tokens[drafted] = likeliest(), matches[drafted] = (int32_t)matched;
-            follow(tokens[drafted]);
-        }
-        return most;
+        return draft_after_tail(most, tokens, matches);
     }
 
+    // The same of any `count` tokens.
+    int64_t draft_after(const int32_t* text, int64_t count, int64_t most, int32_t* tokens, int32_t* matches) {
+        tail.assign(text + std::max<int64_t>(0, count - LONGEST), text + count);
+        return draft_after_tail(most, tokens, matches);
+    }
     int64_t bytes() const {
         int64_t sum = (int64_t)(prompt.capacity() * sizeof(int32_t) + places.capacity() * sizeof(Place));
         for (const Chains& each : chains) sum += (int64_t)(each.heads.capacity() * sizeof(int32_t));
@@ -75,6 +73,17 @@ private:
     std::vector<Place> places;
     Chains chains[KINDS];
     bool prompt_linked = false;
+
+    int64_t draft_after_tail(int64_t most, int32_t* tokens, int32_t* matches) {
+        matching.clear();
+        for (int64_t drafted = 0; drafted < most; ++drafted) {
+            if (matching.empty()) find();
+            if (matching.empty()) return drafted;
+            tokens[drafted] = likeliest(), matches[drafted] = (int32_t)matched;
+            follow(tokens[drafted]);
+        }
+        return most;
+    }
 
     int64_t length(int64_t text) const { return (int64_t)(prompt.size() + texts[text].size()); }
     int32_t at(int64_t text, int64_t index) const {

@@ -101,4 +101,8 @@ int64_t infsample_draft(Drafts* drafts, int64_t text, int64_t most, int32_t* tok
     return drafts->draft(text, most, tokens, matches);
 }
 
+int64_t infsample_draft_after(Drafts* drafts, const int32_t* text, int64_t count, int64_t most, int32_t* tokens, int32_t* matches) {
+    return drafts->draft_after(text, count, most, tokens, matches);
+}
+
 }  // extern "C"

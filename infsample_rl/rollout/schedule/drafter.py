@@ -17,11 +17,12 @@ if TYPE_CHECKING:  # needs torch
 
 
 MOST_BYTES = 64 * 2**20  # of all prompts' texts; beyond it prompts are forgotten, the one used least recently first
-OTHERS_BYTES = 32 * 2**20  # of the samples of all prompts together, at most
+OTHERS_BYTES = 32 * 2**20  # of the newest samples of all prompts together, at most
 BYTES_PER_TOKEN = 80  # at most, when vectors have just grown
 SURE = 5  # tokens of a match in a prompt's own texts, from which on others' are not asked
-LONGER = 2  # by so many tokens the match in others' texts must be the longer one
-TRIM_EVERY = 256  # drafts
+LONGER = 2  # by more than so many tokens the match in others' texts must be the longer one
+NOTHING = array("i", [-1] * SURE)  # before the samples of all prompts: the first tokens of a text are not looked up
+TRIM_EVERY = 16_384  # tokens that may be new
 Texts = tuple[bytes, Sequence[bytes]]  # int32 tokens of a prompt and of its samples
 
 
@@ -34,8 +35,8 @@ class Drafter:
         self._kernels = kernels
         self._texts: OrderedDict[bytes, _PromptTexts] = OrderedDict()  # by prompt, the one used last at the end
         self._of_group: dict[PromptGroup, _PromptTexts] = {}
-        self._of_all = _Texts(kernels, array("i"))  # the newest samples of every prompt
-        self._drafts_since = 0
+        self._of_all = _Texts(kernels, NOTHING)  # the newest samples that have ended, of every prompt
+        self._tokens_since = 0
 
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
         """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by:
@@ -43,26 +44,24 @@ class Drafter:
         texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
         tokens, matches = texts.draft(sample, min(most, MOST_DRAFTS))
         if not matches or matches[0] < SURE:
-            of_others, longer = self._of_all.draft(sample, min(most, MOST_DRAFTS))
+            of_others, longer = self._of_all.draft_after(sample.tokens, min(most, MOST_DRAFTS))
             if longer and (not matches or longer[0] > matches[0] + LONGER):
                 tokens, matches = of_others, [-match for match in longer]
-        self._drafts_since += 1
-        if self._drafts_since == TRIM_EVERY:
-            self._trim()
+        self._count(1 + MOST_DRAFTS)
         return tokens, matches
 
     def end(self, sample: Sample) -> None:
         """The sample has ended: all its tokens draft for others."""
         texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
         texts.end(sample)
-        self._of_all.end(sample)
+        self._add_to_all(sample.tokens)
+        self._count(len(sample.tokens))
 
     def leave(self, group: PromptGroup) -> None:
         """All samples of a prompt have ended."""
         texts = self._of_group.pop(group, None)
         if texts is not None:
             texts.forget(group)
-            self._of_all.forget(group)
 
     def close(self) -> None:
         """A call has ended."""
@@ -70,11 +69,19 @@ class Drafter:
             self.leave(group)
         self._trim()
 
+    def _add_to_all(self, tokens: array[int]) -> None:
+        if self._of_all.num_bytes > OTHERS_BYTES // 2:  # what it takes doubles where it grows
+            self._of_all = _Texts(self._kernels, NOTHING)
+        self._of_all.add(tokens)
+
+    def _count(self, tokens: int) -> None:
+        self._tokens_since += tokens
+        if self._tokens_since >= TRIM_EVERY:
+            self._trim()
+
     def _trim(self) -> None:
         """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
-        self._drafts_since, left = 0, MOST_BYTES
-        if self._of_all.num_bytes > OTHERS_BYTES // 2:  # what it takes doubles where it grows; gathered anew
-            self._of_all = _Texts(self._kernels, array("i"))
+        self._tokens_since, left = 0, MOST_BYTES
         for prompt in reversed(list(self._texts)):
             num_bytes = self._texts[prompt].num_bytes
             if num_bytes <= left:
@@ -93,8 +100,8 @@ class Drafter:
         texts = self._texts.get(prompt) or self._new(prompt)
         for tokens in samples:
             if tokens not in texts.ended:
-                texts.add(tokens)
-                self._of_all.add(tokens)
+                texts.add(array("i", tokens))
+                self._add_to_all(array("i", tokens))
 
     def knows(self, group: PromptGroup) -> bool:
         """Whether the group's texts are open."""
@@ -124,38 +131,70 @@ def shared_out(wanted: Sequence[int], room: int) -> list[int]:
 
 
 class _Texts:
-    """Samples after a prompt, or of all prompts after nothing."""
+    """Samples after a prompt."""
 
     def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
         self._kernels = kernels
         self._handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))
         self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
-        self.known: dict[Sample, list[int]] = {}  # number of its text, tokens in it
         weakref.finalize(self, kernels.close_drafts, self._handle)
 
     @property
     def num_bytes(self) -> int:
         return self._kernels.bytes_of_drafts(self._handle)
 
+    def add(self, tokens: array[int]) -> None:
+        """A sample that has ended."""
+        text = self._kernels.open_text(self._handle)
+        self._kernels.extend_text(self._handle, text, tokens.buffer_info()[0], len(tokens))
+
+    def draft_after(self, tokens: array[int], most: int) -> tuple[list[int], list[int]]:
+        """Tokens that may follow these, and the matches that they were found by."""
+        out = (self._tokens, self._matches)
+        count = self._kernels.draft_after(self._handle, tokens.buffer_info()[0], len(tokens), most, *out)
+        return self._tokens[:count], self._matches[:count]
+
+
+class _PromptTexts(_Texts):
+    """One prompt's samples: those that run, and those that have ended."""
+
+    def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
+        super().__init__(kernels, prompt)
+        self.known: dict[Sample, list[int]] = {}  # of those that run: number of its text, tokens in it
+        self.ended: dict[bytes, None] = {}  # tokens, in the order of their ends
+        self._bytes_of_ended = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self._bytes_of_ended
+
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
-        count = self._kernels.draft(self._handle, self._extend(sample)[0], most, self._tokens, self._matches)
+        """As draft_after(), of one that runs."""
+        text = self._extend(sample)
+        count = self._kernels.draft(self._handle, text, most, self._tokens, self._matches)
         return self._tokens[:count], self._matches[:count]
 
     def end(self, sample: Sample) -> None:
         self._extend(sample)
         del self.known[sample]
+        self._keep(sample.tokens.tobytes())
 
-    def add(self, tokens: bytes) -> None:
-        """A sample that was drawn before."""
-        text = array("i", tokens)
-        self._kernels.extend_text(self._handle, self._kernels.open_text(self._handle), text.buffer_info()[0], len(text))
+    def add(self, tokens: array[int]) -> None:
+        super().add(tokens)
+        self._keep(tokens.tobytes())
 
     def forget(self, group: PromptGroup) -> None:
         """Its samples have ended, or will not go on; another group may have the same prompt."""
         for sample in [sample for sample in self.known if sample.group is group]:
             del self.known[sample]
 
-    def _extend(self, sample: Sample) -> list[int]:
+    def _keep(self, tokens: bytes) -> None:
+        if tokens not in self.ended:
+            self.ended[tokens] = None
+            self._bytes_of_ended += len(tokens)
+
+    def _extend(self, sample: Sample) -> int:
+        """The number of the sample's text, all its tokens in it."""
         known = self.known.get(sample)
         if known is None:
             known = self.known[sample] = [self._kernels.open_text(self._handle), 0]
@@ -164,30 +203,4 @@ class _Texts:
             address = sample.tokens.buffer_info()[0] + known[1] * sample.tokens.itemsize
             self._kernels.extend_text(self._handle, known[0], address, count)
             known[1] += count
-        return known
-
-
-class _PromptTexts(_Texts):
-    """One prompt's samples, and those of them that have ended."""
-
-    def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
-        super().__init__(kernels, prompt)
-        self.ended: dict[bytes, None] = {}  # their tokens, in their order
-        self._bytes_of_ended = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + self._bytes_of_ended
-
-    def end(self, sample: Sample) -> None:
-        super().end(sample)
-        self._keep(sample.tokens.tobytes())
-
-    def add(self, tokens: bytes) -> None:
-        super().add(tokens)
-        self._keep(tokens)
-
-    def _keep(self, tokens: bytes) -> None:
-        if tokens not in self.ended:
-            self.ended[tokens] = None
-            self._bytes_of_ended += len(tokens)
+        return known[0]

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import pairwise
 
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.types import AcceptedSpan, RowStay
+
+MOST_SPANS = 16  # of a stay
 
 
 class StayLog:
@@ -49,5 +52,13 @@ class StayLog:
 
     def _close(self, sample: Sample, step: int, now: float) -> None:
         row, start, started, before = self._open.pop(sample)
-        tokens, accepted = len(sample.tokens) - before, tuple(self._accepted.pop(sample, ()))
+        tokens, accepted = len(sample.tokens) - before, joined(self._accepted.pop(sample, []))
         self._stays.setdefault(sample, []).append(RowStay(row, start, step, started, now, tokens, accepted))
+
+
+def joined(spans: list[AcceptedSpan]) -> tuple[AcceptedSpan, ...]:
+    """At most MOST_SPANS, parted where the gaps between them are the longest."""
+    gaps = sorted(range(1, len(spans)), key=lambda place: spans[place - 1].end - spans[place].start)
+    starts = [0, *sorted(gaps[: MOST_SPANS - 1]), len(spans)]
+    parts = [spans[start:end] for start, end in pairwise(starts) if start < end]
+    return tuple(AcceptedSpan(part[0].start, part[-1].end, sum(span.tokens for span in part)) for part in parts)

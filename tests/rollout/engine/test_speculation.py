@@ -244,7 +244,9 @@ def test_what_a_prompts_own_texts_lack_is_found_in_other_prompts_samples():
     before, sibling, sample = Sample(one, 0, 0, 0), Sample(other, 0, 0, 0), Sample(other, 1, 1, 0)
     before.tokens.extend(range(20, 40))
     drafter.end(before)
-    sample.tokens.extend(range(20, 28))
+    sample.tokens.append(20)
+    assert drafter.draft(sample, 3) == ([21, 22, 23], [-1, -2, -3])
+    sample.tokens.extend(range(21, 28))
     assert drafter.draft(sample, 3) == ([28, 29, 30], [-8, -9, -10])
     for own, found in (
         ([0, 0, 0, 0, 0, 26, 27, 98], ([28], [-8])),
@@ -282,17 +284,22 @@ def test_a_token_takes_no_more_bytes_than_the_plan_counts(tokens):
     assert max(kept.num_bytes, drafter._of_all.num_bytes) <= drafter_module.BYTES_PER_TOKEN * tokens + 1000
 
 
-def test_texts_stay_within_their_bytes(monkeypatch):
+@pytest.mark.parametrize("drafts", [True, False])
+def test_texts_stay_within_their_bytes(monkeypatch, drafts):
     monkeypatch.setattr(drafter_module, "MOST_BYTES", 200_000)
+    monkeypatch.setattr(drafter_module, "TRIM_EVERY", 3000)
     drafter = Drafter(cpu_kernels.load())
     for prompt in range(8):
         group = PromptGroup(prompt, [prompt], [0], GroupSettings("arrival", 1, 1), lambda index: index)
         sample = Sample(group, 0, 0, 0)
         for token in range(1500):
             sample.tokens.append(token)
-            drafter.draft(sample, 3)
+            if drafts:
+                drafter.draft(sample, 3)
         drafter.end(sample)
         drafter.leave(group)
+    kept = [texts.num_bytes for texts in drafter._texts.values()]
+    assert sum(kept) <= 200_000 + 2 * drafter_module.BYTES_PER_TOKEN * 3000
     drafter.close()
     kept = [texts.num_bytes for texts in drafter._texts.values()]
     assert 1 <= len(kept) < 8 and sum(kept) <= 200_000

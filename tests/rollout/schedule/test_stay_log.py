@@ -11,7 +11,7 @@ from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.schedule.prompt_group import Sample
-from infsample_rl.rollout.schedule.stay_log import StayLog
+from infsample_rl.rollout.schedule.stay_log import MOST_SPANS, StayLog
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -37,6 +37,18 @@ def test_a_preempted_sample_has_a_stay_for_each_row_it_was_in():
     assert stays == [(1, 0, 3, 5, ((1, 3, 2),)), (2, 5, 6, 1, ())]
     assert [(stay.row, stay.start, stay.end, stay.tokens) for stay in log.take(first)] == [(0, 0, 6, 6)]
     assert log.take(first) == []
+
+
+def test_many_spans_of_a_stay_are_joined_over_the_shortest_gaps():
+    log, sample = StayLog(), sample_in(0)
+    log.arrange([sample], 0, 0)
+    steps = [step for part in range(MOST_SPANS) for step in (10 * part, 10 * part + 2, 10 * part + 3)]
+    for step in steps:
+        log.accept(sample, step, 2)
+    sample.tokens.extend([7] * 300)
+    log.end([sample], 200)
+    (stay,) = log.take(sample)
+    assert stay.accepted == tuple((10 * part, 10 * part + 4, 6) for part in range(MOST_SPANS))
 
 
 @pytest.fixture(scope="module")
