@@ -16,7 +16,7 @@ from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.schedules import fptas_groups
 from infsample_rl.rollout.simulator import simulate, simulate_prompts, token_bound
-from infsample_rl.rollout.simulator_drafts import Text
+from infsample_rl.rollout.simulator_drafts import Text, new_drafter
 from tests.engines import PROMPTS, make_engine
 
 LENGTHS = Path(__file__).parents[2] / "data" / "lengths"
@@ -185,12 +185,21 @@ def test_the_engine_decodes_the_groups_of_algorithm_2(make_model, make_tokenizer
         assert rows == expected + [[]] * (slots - len(expected))
 
 
-def test_samples_of_prompts_that_are_not_known_are_no_drafts_for_others():
-    texts = [[list(range(40))] * 2] * 2
+def test_running_samples_of_prompts_that_are_not_known_are_no_drafts_for_others():
+    texts = [[list(range(100, 110)), list(range(40))], [list(range(40))]]  # the last begins when the first has ended
 
     def steps(*prompts):
         drawn = [Text(prompt, samples) for prompt, samples in zip(prompts, texts, strict=True)]
-        settings = {"slots": 1, "prompts_at_once": 1, "max_new_tokens": 40, "drafts": 3}
-        return simulate_prompts([[40, 40]] * 2, "arrival", texts=drawn, **settings).running_steps
+        settings = {"slots": 2, "prompts_at_once": 2, "max_new_tokens": 40, "drafts": 3}
+        return simulate_prompts([[10, 40], [40]], "arrival", texts=drawn, **settings).running_steps
 
     assert steps([], []) == steps([70], [80]) > steps([70], [70])
+
+
+@pytest.mark.parametrize("prompts", [([70], [70]), ([70], [80]), ([], [])], ids=str)
+def test_a_drafter_that_knows_the_call_before_drafts_from_it(prompts):
+    drafter, text, steps = new_drafter(), list(range(40)), []  # a text that never repeats itself
+    for prompt in prompts:
+        given = {"texts": [Text(prompt, [text])], "drafts": 3, "drafter": drafter}
+        steps.append(simulate_prompts([[40]], "arrival", slots=1, max_new_tokens=40, **given).running_steps)
+    assert steps[0] == 40 and steps[1] < 20
