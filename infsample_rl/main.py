@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infsample_rl import lasting_imports
@@ -106,13 +107,12 @@ def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
 def train(config) -> int:
     """Check the inputs, then run; every failure is one line and an exit code."""
     from infsample_rl.cluster.interruption import Terminated
-    from infsample_rl.controller.folders import check_folders
     from infsample_rl.observe.trackers.trackers import import_ahead
 
     notes: list[str] = []
     try:
         with lasting_imports():
-            check_folders(config)
+            _check_folders(config)
             import_ahead(config)
             from infsample_rl.cluster.local_ray import no_session_left_if_refused
 
@@ -143,6 +143,27 @@ def train(config) -> int:
 
         return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config.run.dir), config), 1)
     return 0
+
+
+def _check_folders(config) -> None:
+    """ValueError for a local folder of a model that is not there, before anything is started or imported that takes
+    time; a hub name is tried later."""
+    from infsample_rl.config.loading import cache_folder
+
+    for name, path in (
+        ("rollout.predictor_path", config.rollout.predictor_path),
+        ("reference.path", config.reference.path),
+    ):
+        if path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+            raise ValueError(f"{name}={path} is not a folder")
+    folder = Path(config.model.path)
+    if not folder.is_absolute():
+        return  # a hub name
+    if not folder.is_dir():
+        makes_it = "; `make smollm2` makes it"
+        raise ValueError(f"model.path={folder} is not a folder{makes_it if cache_folder() in folder.parents else ''}")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ValueError(f"model.path={folder} holds no weights (*.safetensors or *.bin)")
 
 
 def _prepare(config, note: Callable[[str], None]) -> Start:

@@ -17,8 +17,7 @@ from infsample_rl.cluster.worker_secrets import check_reward_environment
 from infsample_rl.config import Config
 from infsample_rl.config.reward import ENVIRONMENT
 from infsample_rl.controller import checkpoints
-from infsample_rl.controller.folders import check_folders
-from infsample_rl.controller.inputs import Inputs, read_inputs
+from infsample_rl.controller.inputs import Inputs
 from infsample_rl.controller.openings import Openings
 from infsample_rl.controller.start_table import (
     context_warnings,
@@ -71,10 +70,8 @@ class Start:
     plan: str | None = None  # plan.json
 
 
-def prepare(config: Config, inputs: Inputs | None = None) -> Start:
-    """Check everything that can be checked without starting anything. `inputs`: where they have been read. ValueError,
-    in one line, for what cannot work."""
-    inputs = inputs or read_inputs(config)
+def prepare(config: Config, inputs: Inputs) -> Start:
+    """Check everything that can be checked without starting anything. ValueError, in one line, for what cannot work."""
     run_dir = Path(config.run.dir or ".")
     # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a
     # checkpoint.
@@ -220,7 +217,7 @@ def _changed_settings(config: Config, kept: Path) -> list[str]:
 
 
 def _check_surroundings(config: Config) -> None:
-    """What can be said without the model: packages, this machine, folders."""
+    """What can be said without the model: packages and this machine."""
     choose_transport(config)
     check_optimizer(config.learner.optimizer)
     check_trackers(config)
@@ -228,7 +225,6 @@ def _check_surroundings(config: Config) -> None:
     check_rollout_interpreter(config)
     if config.cluster.address is None:
         _check_this_machine(config)
-    check_folders(config)
 
 
 def _check_this_machine(config: Config) -> None:

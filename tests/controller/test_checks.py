@@ -24,6 +24,7 @@ from infsample_rl.controller.checks import (
     open_run_folder,
     prepare,
 )
+from infsample_rl.controller.inputs import read_inputs
 from infsample_rl.model.loading import load_model
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
@@ -33,7 +34,8 @@ KK_TINY = Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy"
 
 
 def begin(run_dir: Path, *overrides: str) -> Start:
-    start = prepare(load_config([f"run.dir={run_dir}", *overrides]))
+    config = load_config([f"run.dir={run_dir}", *overrides])
+    start = prepare(config, read_inputs(config))
     if start.lock is not None:
         start.lock.close()  # as when the process ends
     return start
@@ -125,7 +127,9 @@ def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
     checkpoint = write_checkpoint(tmp_path, {"step": 3, "data": start.prompts.state()}, save)
     again = begin(tmp_path)
     assert (
-        again.step == 3 and again.probe.statistics.xx.tobytes() == seen.xx.tobytes() and again.probe.published().is_used
+        again.step == 3
+        and again.probe._probe.statistics.xx.tobytes() == seen.xx.tobytes()
+        and again.probe.published().is_used
     )
     assert not any("length probe" in warning for warning in again.warnings)
     (checkpoint / FILE).unlink()

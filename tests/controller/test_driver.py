@@ -19,6 +19,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.controller import ahead, checkpoints, checks, driver, recording
 from infsample_rl.controller.checks import prepare
 from infsample_rl.controller.driver import Driver
+from infsample_rl.controller.inputs import read_inputs
 from infsample_rl.controller.openings import Openings
 from infsample_rl.observe.records import read_records
 from infsample_rl.observe.run_log import RunLogger
@@ -61,7 +62,7 @@ def train(tiny_qwen3, sums_file, tmp_path, monkeypatch) -> Callable[..., Run]:
             clusters.append(cluster)
             return cluster
 
-        start = prepare(config)
+        start = prepare(config, read_inputs(config))
         with pytest.raises(fails, match=match) if fails else contextlib.nullcontext():
             Driver(config, start, make_cluster=make_cluster).run()
         start.lock.close()  # as when the process ends
@@ -105,7 +106,7 @@ def test_a_cluster_that_cannot_be_had_leaves_nothing(tiny_qwen3, sums_file, tmp_
         raise ended
 
     with pytest.raises(type(ended)):
-        Driver(config, prepare(config), make_cluster=make_cluster)
+        Driver(config, prepare(config, read_inputs(config)), make_cluster=make_cluster)
     assert not (tmp_path / "run").exists() and clusters[0].calls == ["reach", "stop"]
 
 

@@ -6,6 +6,7 @@ import torch
 from infsample_rl.config import LearnerConfig
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.checks import prepare
+from infsample_rl.controller.inputs import read_inputs
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, lr_at, moments, set_lr
 
 
@@ -128,5 +129,6 @@ def test_8_bits_without_torchao_is_one_line_before_anything_starts(monkeypatch, 
         ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao; install it or take adamw$"
     ):
         one_parameter(LearnerConfig(optimizer="adamw_8bit"))
+    config = load_config(["learner.optimizer=adamw_8bit", f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao"):
-        prepare(load_config(["learner.optimizer=adamw_8bit", f"run.dir={tmp_path / 'run'}"]))
+        prepare(config, read_inputs(config))

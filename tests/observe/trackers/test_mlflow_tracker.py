@@ -10,6 +10,7 @@ import pytest
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.checks import prepare
+from infsample_rl.controller.inputs import read_inputs
 from infsample_rl.observe.trackers.mlflow_tracker import LONGEST_NAME, mlflow_name
 
 needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install -e .[mlflow]")
@@ -82,5 +83,5 @@ def test_a_server_that_is_not_there_is_refused_at_start(log_run, tmp_path):
 def test_a_server_that_is_not_there_is_refused_before_there_is_a_run_folder(tmp_path):
     config = load_config([f"run.dir={tmp_path / 'run'}", "logging.mlflow=http://127.0.0.1:9"])
     with pytest.raises(ValueError, match="logging.mlflow=http://127.0.0.1:9 cannot be used: "):
-        prepare(config)
+        prepare(config, read_inputs(config))
     assert list(tmp_path.iterdir()) == []
