@@ -195,7 +195,7 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._running: set[FunctionProcess] = set()
         self._closed = False
-        self.num_calls = self.num_timeouts = self.num_deaths = 0  # calls: that have ended
+        self.num_calls = self.num_deaths = 0  # calls: that have ended
         self._threads = ThreadPoolExecutor(self.num_processes, thread_name_prefix="reward-functions")
         barrier = threading.Barrier(self.num_processes)  # makes each of them start its own process
         started = [self._threads.submit(self._start, barrier) for _ in range(self.num_processes)]
@@ -204,12 +204,6 @@ class ProcessPool:
         except ValueError:
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the running function processes."""
-        with self._lock:
-            return [process.pid for process in self._running]
 
     def submit(
         self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]
@@ -274,7 +268,6 @@ class ProcessPool:
                     deaths = 0
                 continue
             except FunctionTimedOut:
-                self._count(timeouts=1)
                 problem, again = f"timed out after {timeout_s:g} s", False
             except FunctionProcessDied as error:
                 self._count(deaths=1)
@@ -290,10 +283,9 @@ class ProcessPool:
                 deaths = 0
         return done
 
-    def _count(self, calls: int = 0, timeouts: int = 0, deaths: int = 0) -> None:
+    def _count(self, calls: int = 0, deaths: int = 0) -> None:
         with self._lock:
             self.num_calls += calls
-            self.num_timeouts += timeouts
             self.num_deaths += deaths
 
 

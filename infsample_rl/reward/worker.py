@@ -110,23 +110,14 @@ class RewardWorker:
             begun.append(self._begin(prompt, texts, token_ids, step, episodes))
         return list(map(self._finish, begun))
 
-    def score_texts(
-        self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None, *, step: int = 0
-    ) -> RewardResult:
-        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids (none: empty),
-        `step` counts in its trainer_state."""
-        ids = token_ids or [[] for _ in texts]
-        return self._finish(self._begin(prompt, texts, ids, step))
-
     def _begin(
         self,
         prompt: Prompt,
         texts: list[str],
         token_ids: list[list[int]],
         step: int,
-        episodes: list[Episode | None] | None = None,
+        episodes: list[Episode | None],
     ) -> _Begun:
-        episodes = episodes or [None] * len(texts)
         samples = [
             {"text": text, "token_ids": row, "messages": episode.messages if episode else None}
             for text, row, episode in zip(texts, token_ids, episodes, strict=True)

@@ -253,7 +253,7 @@ def test_a_worker_begins_all_micro_groups_of_a_call(server, entry, tiny_qwen3):
     server.reply = lambda request, number: time.sleep(0.3) or "Score: 5"
     reward = RewardConfig(functions=[entry(weight=2.0), "gsm8k"])
     worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), reward=reward))
-    begun = [worker._begin(prompt_of(answer=str(number)), ["3"], [[]], 0) for number in range(4)]
+    begun = [worker._begin(prompt_of(answer=str(number)), ["3"], [[]], 0, [None]) for number in range(4)]
     results = [worker._finish(each) for each in begun]
     assert server.most_at_once > 1 and worker.progress() >= 12
     assert [result.rewards for result in results] == [[1.0], [1.0], [1.0], [2.0]]

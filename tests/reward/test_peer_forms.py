@@ -18,6 +18,7 @@ from infsample_rl.reward import rule_data_source, rule_think_format, user_functi
 from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Completion, Episode
+from tests.scored_texts import score_texts
 
 PEERS = """
 import re
@@ -221,7 +222,7 @@ def test_a_trl_script_that_trains_when_it_is_imported_is_imported_up_to_there(
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("MODEL", str(tiny_qwen3)))
     worker = open_worker(*(f"{path}:{name}" for name in ("short", "local")))
-    found = worker.score_texts(prompt_of(trl_row()), ["3", "so 3"])
+    found = score_texts(worker, prompt_of(trl_row()), ["3", "so 3"])
     assert found.components == {"short": [1.0, 1.0], "local": [1.0, 1.0]} and found.failures == []
     with pytest.raises(
         ValueError, match="train.py: tokens reads tokenizer, which is not loaded where importing the file"
@@ -248,7 +249,7 @@ def train():
 def test_a_file_that_only_speaks_of_a_trainer_loads_what_it_loads(open_worker, prompt_of, tmp_path):
     (tmp_path / "known.py").write_text(MENTIONS)
     prompt = prompt_of({"question": "1 + 2 = ?"})
-    assert open_worker(f"{tmp_path}/known.py:known").score_texts(prompt, ["a", "b"]).rewards == [1.0, 0.0]
+    assert score_texts(open_worker(f"{tmp_path}/known.py:known"), prompt, ["a", "b"]).rewards == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -280,11 +281,11 @@ def test_a_function_that_takes_environments_needs_some(tmp_path):
 
 
 def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, prompt_of):
-    result = open_worker("exact", "judged", "length").score_texts(prompt_of(trl_row()), ["so 3", "so 4"])
+    result = score_texts(open_worker("exact", "judged", "length"), prompt_of(trl_row()), ["so 3", "so 4"])
     assert result.failures == []
     assert result.components == {"exact": [1.0, 0.0], "judged": [0.25, 0.25], "length": [0.4, 0.4]}
     prompt = prompt_of({"prompt": "1 + 2 = ?", "answer": WORKED}, apply_chat_template=False)
-    assert open_worker("plain").score_texts(prompt, ["3", "so 4"]).rewards == [
+    assert score_texts(open_worker("plain"), prompt, ["3", "so 4"]).rewards == [
         901.0,
         904.0,
     ]  # strings, where the data holds strings
@@ -293,22 +294,22 @@ def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, pro
 @pytest.mark.parametrize("asked", ["1 + 2 = ?", [{"role": "user", "content": "1 + 2 = ?"}]])
 def test_trl_functions_get_the_question_by_its_own_name_too(open_worker, prompt_of, asked):
     prompt = prompt_of({"question": asked, "answer": "3"}, apply_chat_template=True)
-    assert open_worker("of_question").score_texts(prompt, ["3", "4"]).rewards == [float(len(asked))] * 2
+    assert score_texts(open_worker("of_question"), prompt, ["3", "4"]).rewards == [float(len(asked))] * 2
 
 
 def test_numbers_stay_numbers_for_functions_and_a_rows_own_answer_its_own(open_worker, prompt_of):
     row = trl_row(answer=42, target=7)
     own, other = prompt_of(row), prompt_of(row, answer_field="target")
     assert (own.columns["answer"], other.columns["answer"]) == ("42", "7")
-    assert open_worker("kinds").score_texts(own, ["x"]).rewards == [42.0]
-    assert open_worker("labelled").score_texts(own, ["x"]).rewards == [42.0]
-    assert open_worker("kinds", answer_field="target").score_texts(other, ["x"]).rewards == [42.0]
-    assert open_worker("labelled", answer_field="target").score_texts(other, ["x"]).rewards == [7.0]
+    assert score_texts(open_worker("kinds"), own, ["x"]).rewards == [42.0]
+    assert score_texts(open_worker("labelled"), own, ["x"]).rewards == [42.0]
+    assert score_texts(open_worker("kinds", answer_field="target"), other, ["x"]).rewards == [42.0]
+    assert score_texts(open_worker("labelled", answer_field="target"), other, ["x"]).rewards == [7.0]
 
 
 def test_a_trl_function_that_returns_none_is_left_out_of_the_weighted_sum(open_worker, prompt_of):
     worker = open_worker({"name": "exact", "weight": 2.0}, {"name": "only_maths", "weight": 0.5}, "only_code")
-    result = worker.score_texts(prompt_of(trl_row(kind="maths")), ["3", "two words"], token_ids=[[5], [6, 7]])
+    result = score_texts(worker, prompt_of(trl_row(kind="maths")), ["3", "two words"], token_ids=[[5], [6, 7]])
     assert result.rewards == [2.0 * 1.0 + 0.5 * 2.0, 0.5 * 2.0]
     assert result.failures == []
     assert result.components["only_code"] == [None, None]
@@ -318,7 +319,7 @@ def test_a_trl_function_that_returns_none_is_left_out_of_the_weighted_sum(open_w
 
 
 def test_a_sample_that_every_trl_function_leaves_out_has_no_reward_and_is_said(open_worker, prompt_of):
-    result = open_worker("only_maths", "only_code").score_texts(prompt_of(trl_row(kind="prose")), ["a", "b"])
+    result = score_texts(open_worker("only_maths", "only_code"), prompt_of(trl_row(kind="prose")), ["a", "b"])
     assert result.rewards == [None, None]
     assert result.failures == ["only_maths: returned None on prompt row 1 (2 samples)"]
 
@@ -341,11 +342,11 @@ def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_
         "extra_info": {"split": "train", "index": 7},
     }
     prompt = prompt_of(row, parquet=True)
-    result = open_worker("compute_score").score_texts(prompt, ["it is 3", "4"])
+    result = score_texts(open_worker("compute_score"), prompt, ["it is 3", "4"])
     assert (result.rewards, result.failures) == ([1.0, -1.0], [])
     assert result.components == {"compute_score": [1.0, -1.0], "compute_score/acc": [1.0, 0.0]}
     strict = {"name": "compute_score_async", "kwargs": {"strict": True}}
-    assert open_worker(strict, "compute_scores").score_texts(prompt, ["3", "333"]).components == {
+    assert score_texts(open_worker(strict, "compute_scores"), prompt, ["3", "333"]).components == {
         "compute_score_async": [1.0, 0.0],
         "compute_scores": [1.0, 3.0],
         "compute_scores/long": [0.0, 1.0],
@@ -354,7 +355,7 @@ def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_
 
 def test_openrlhf_functions_get_queries_prompts_and_the_label_as_the_data_has_it(open_worker, prompt_of):
     prompt = prompt_of({"input": "1 + 2 = ?", "label": WORKED}, prompt_field="input", answer_field="label")
-    result = open_worker("reward_func", "reward_plain", answer_field="label").score_texts(prompt, ["3", " 4"])
+    result = score_texts(open_worker("reward_func", "reward_plain", answer_field="label"), prompt, ["3", " 4"])
     assert result.failures == []
     assert result.components == {
         "reward_func": [1.0, 0.0],
@@ -362,7 +363,7 @@ def test_openrlhf_functions_get_queries_prompts_and_the_label_as_the_data_has_it
         "reward_plain": [3.0, 3.0],
     }
     named_answer = prompt_of({"input": "1 + 2 = ?", "answer": WORKED}, prompt_field="input")
-    assert open_worker("reward_func").score_texts(named_answer, ["3"]).rewards == [1.0]
+    assert score_texts(open_worker("reward_func"), named_answer, ["3"]).rewards == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_hanging_call_is_killed_at_its_limit_and_the_others_are_scored(open_po
     started = time.monotonic()
     assert score(pool, "ab", hang, "abc") == ([2.0, None, 3.0], ["", "timed out after 0.5 s", ""])
     assert 0.5 <= time.monotonic() - started < 5  # the limit, and the start of a new process
-    assert (pool.num_calls, pool.num_timeouts, pool.num_deaths) == (3, 1, 0)
+    assert (pool.num_calls, pool.num_deaths) == (3, 0)
 
 
 @pytest.mark.parametrize(("act", "how"), [("exit", "exit code 3"), ("segfault", "killed by SIGSEGV")])
@@ -70,7 +70,7 @@ def test_a_dying_call_is_tried_again_then_none(open_pool, act, how):
     pool = open_pool()
     problem = f"its process died ({how}) in each of 2 tries"
     assert score(pool, "ab", act, "abc") == ([2.0, None, 3.0], ["", problem, ""])
-    assert (pool.num_calls, pool.num_timeouts, pool.num_deaths) == (3, 0, 2)
+    assert (pool.num_calls, pool.num_deaths) == (3, 2)
 
 
 def test_every_call_that_dies_once_is_scored_by_its_own_second_try(open_pool, monkeypatch):
@@ -88,7 +88,7 @@ def test_processes_work_side_by_side(open_pool):
 
 def test_close_leaves_no_process_even_while_one_hangs(open_pool):
     pool = open_pool(processes=2, timeout_s=60.0)
-    pids = pool.pids
+    pids = [process.pid for process in pool._running]
     assert len(pids) == 2
     hanging = submit(pool, "hang in C")
     time.sleep(0.3)
@@ -109,7 +109,7 @@ pool = ProcessPool(RewardConfig(functions=functions, timeout_s=600, processes=2)
 prompt = pickle.dumps({"row": 1, "messages": [], "text": "", "columns": {}})
 pool.submit(0, prompt, [[{"text": "hang in C", "token_ids": []}]])
 time.sleep(0.3)
-print(*pool.pids, flush=True)
+print(*[process.pid for process in pool._running], flush=True)
 time.sleep(600)
 """
 
@@ -161,7 +161,7 @@ def test_a_file_that_is_being_edited_costs_the_rewards_of_meanwhile_and_its_new_
     values, problems = score(pool, "a", "hang", "b", "c")
     assert values == [1.0, None, None, None] and problems[:2] == ["", timed_out]
     assert all(re.match(not_started, problem) for problem in problems[2:])
-    assert (pool.num_calls, pool.num_timeouts, pool.num_deaths) == (4, 1, 0)
+    assert (pool.num_calls, pool.num_deaths) == (4, 0)
     path.write_text(EDITED.replace("1.0", "2.0"))
     with pytest.warns(UserWarning, match=r"reward.functions: .*edited.py has changed since the run began"):
         assert score(pool, "a") == ([2.0], [""])

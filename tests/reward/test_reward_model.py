@@ -17,6 +17,7 @@ from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.reward_model import RewardModel
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Prompt
+from tests.scored_texts import score_texts
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one and two is what"}]
 RESPONSES = ["three", "it is three", "", "one and two is three . " * 5, "what", "it is " * 9, "three three", "it"]
@@ -156,7 +157,7 @@ def test_a_model_and_a_rule_are_summed(bert_folder, tiny_qwen3):
     reward = RewardConfig(functions=[RewardFunctionConfig(name="gsm8k", weight=10.0), function(bert_folder)])
     worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), reward=reward))
     prompt = Prompt(prompt_index=0, row=1, messages=MESSAGES, text="", token_ids=None, columns={"answer": "3"})
-    result = worker.score_texts(prompt, ["it is 3", "it is 4", "it " * 60])
+    result = score_texts(worker, prompt, ["it is 3", "it is 4", "it " * 60])
     worker.close()
     first, second, third = result.components["model:bert"]
     assert result.components["gsm8k"] == [1.0, 0.0, 0.0]

@@ -20,6 +20,7 @@ from infsample_rl.config import (
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.reward.worker import RewardWorker, Scored, weighted_sums
 from infsample_rl.types import Completion, Episode, Prompt
+from tests.scored_texts import score_texts
 
 PROMPT = Prompt(
     prompt_index=0,
@@ -112,14 +113,14 @@ def test_rewards_get_the_text_before_the_first_stop_string(open_worker):
 def test_rewards_are_the_weighted_sum(open_worker):
     scored = {"name": ":compute_score", "kwargs": {"bonus": 0.25}}
     worker = open_worker({"name": "gsm8k", "weight": 2.0}, {"name": ":brevity", "weight": 0.5}, scored)
-    result = worker.score_texts(PROMPT, ["3", "13"])
+    result = score_texts(worker, PROMPT, ["3", "13"])
     scores = {"gsm8k": [1.0, 0.0], "brevity": [-1.0, -2.0], "compute_score": [1.25, 0.25]}
     assert result.components == scores | {"compute_score/acc": [1.0, 1.0]}
     assert result.rewards == [2.0 - 0.5 + 1.25, -1.0 + 0.25]
 
 
 def test_only_finite_numbers_are_rewards(open_worker):
-    result = open_worker(":mixed").score_texts(PROMPT, list("abcdef"))
+    result = score_texts(open_worker(":mixed"), PROMPT, list("abcdef"))
     assert result.rewards == [1.5, None, None, None, None, 1.0]
     said = ("returned nan", "returned inf", "returned 'high', which is not a number", "returned None")
     assert sorted(result.failures) == sorted(f"mixed: {problem} on prompt row 17 (1 sample)" for problem in said)
@@ -137,20 +138,20 @@ def test_only_finite_numbers_are_rewards(open_worker):
     ],
 )
 def test_a_failed_call_is_none_for_its_samples_and_shown(open_worker, function, failure):
-    result = open_worker("gsm8k", f":{function}").score_texts(PROMPT, ["3", "4"])
+    result = score_texts(open_worker("gsm8k", f":{function}"), PROMPT, ["3", "4"])
     assert result.rewards == [None, None]
     assert result.components == {"gsm8k": [1.0, 0.0], function: [None, None]}
     assert len(result.failures) == 1 and re.match(f"{function}: raised {failure}", result.failures[0])
 
 
 def test_printing_reading_and_flooding_do_not_disturb(open_worker):
-    assert open_worker(":prints", "gsm8k").score_texts(PROMPT, ["3", "4"]).rewards == [2.0, 1.0]
+    assert score_texts(open_worker(":prints", "gsm8k"), PROMPT, ["3", "4"]).rewards == [2.0, 1.0]
 
 
 def test_a_hang_costs_one_sample_and_progress_grows_meanwhile(open_worker):
     worker = open_worker(":acts", timeout_s=3.0)
     with ThreadPoolExecutor(1) as thread:
-        scored = thread.submit(worker.score_texts, PROMPT, ["a", "abc", "hang"])
+        scored = thread.submit(score_texts, worker, PROMPT, ["a", "abc", "hang"])
         while worker.progress() < 2:
             assert not scored.done()
             time.sleep(0.01)
@@ -164,7 +165,7 @@ def test_order_is_kept_over_several_processes_and_threads(open_worker):
     worker = open_worker(":acts", ":brevity", processes=2)
     texts = ["x" * length for length in (5, 1, 4, 2, 3)]
     with ThreadPoolExecutor(3) as threads:
-        results = list(threads.map(lambda first: worker.score_texts(PROMPT, texts[first:]), range(3)))
+        results = list(threads.map(lambda first: score_texts(worker, PROMPT, texts[first:]), range(3)))
     for first, result in enumerate(results):
         lengths = [float(len(text)) for text in texts[first:]]
         assert result.components == {"acts": lengths, "brevity": [-length for length in lengths]}
@@ -187,6 +188,6 @@ def test_a_sum_that_overflows_or_has_no_term_is_none_and_said(columns, rewards):
 
 
 def test_a_reward_that_no_advantage_could_hold_is_said(open_worker):
-    result = open_worker(":huge").score_texts(PROMPT, ["a", "b"])
+    result = score_texts(open_worker(":huge"), PROMPT, ["a", "b"])
     assert result.rewards == [None, 1.0]
     assert result.failures == ["huge: no reward: a weighted value is above 1e+18 on prompt row 17 (1 sample)"]
