@@ -115,7 +115,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_
 
 def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
     start = begin(tmp_path)
-    size = start.probe.statistics.xy.shape[1]
+    size = start.probe._probe.statistics.xy.shape[1]
     assert size == 2 * 128 + 2  # kk_tiny's hidden size is 128
     seen = ProbeStatistics(np.ones((2, size, size)), np.ones((2, size)), np.ones(2))
     start.probe.enter([ProbeReport(statistics=seen, steps_with=9, steps_without=10)])
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
     (checkpoint / FILE).unlink()
     write_checksums(checkpoint)
     anew = begin(tmp_path)
-    assert anew.probe.statistics.counts.tolist() == [0, 0]
+    assert anew.probe._probe.statistics.counts.tolist() == [0, 0]
     assert f"{checkpoint / FILE} is not there: the length probe starts anew" in anew.warnings
 
 

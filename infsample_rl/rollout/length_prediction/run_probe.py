@@ -94,8 +94,3 @@ class RunProbe:
             return f"{path} is of no use ({type(error).__name__}: {error}); the length probe starts anew"
         self._replays.extend(map(tuple, replays))
         return None
-
-    @property
-    def statistics(self) -> ProbeStatistics:
-        """All that it has seen, older observations counting less."""
-        return self._probe.statistics

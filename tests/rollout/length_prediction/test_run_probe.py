@@ -54,9 +54,9 @@ def test_reports_of_two_workers_merge_to_what_one_worker_would_say():
     both.enter(reports)
     one.enter([ProbeReport(statistics=reports[0].statistics + reports[1].statistics, steps_with=0, steps_without=0)])
     np.testing.assert_allclose(both.published().fit.weights, one.published().fit.weights, rtol=1e-9)
-    assert both.statistics.counts.tolist() == [80, 80]
+    assert both._probe.statistics.counts.tolist() == [80, 80]
     both.enter([])
-    assert both.statistics.counts.tolist() == [72, 72]  # older steps count less
+    assert both._probe.statistics.counts.tolist() == [72, 72]  # older steps count less
 
 
 def test_a_run_probe_is_restored_from_its_checkpoint_fit_and_gate_included(tmp_path):
@@ -122,5 +122,5 @@ def test_a_damaged_file_is_a_sentence_and_a_fresh_probe(tmp_path, damage, reason
     sentence = fresh.load(tmp_path)
     assert sentence.startswith(f"{tmp_path / FILE} is of no use (") and reason in sentence
     assert sentence.endswith("; the length probe starts anew")
-    assert fresh.statistics.counts.tolist() == [0, 0] and not fresh.published().is_used
+    assert fresh._probe.statistics.counts.tolist() == [0, 0] and not fresh.published().is_used
     assert fresh.published().fit is None
