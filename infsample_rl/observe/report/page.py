@@ -70,7 +70,7 @@ def _detail(run: RunFolder) -> Page:
         "settings": facts.settings_rows(run),
         "plan": guarded("plan.json", notes, lambda: facts.plan_table(run)),
         "phases": curves.phase_chart(run),
-        "timelines": guarded(samples.name, notes, lambda: choose_timelines(samples, notes)),
+        "timelines": guarded(samples.name, notes, lambda: choose_timelines(samples)),
         "completions": guarded(completions.name, notes, lambda: choose_completions(completions, notes)),
     }
 

@@ -101,7 +101,7 @@ def shown_places(places: Iterable[Iterable[int]], characters: int) -> list[list[
     return [*begins, *ends]
 
 
-def choose_timelines(path: Path, notes: list[str]) -> dict[str, Any] | None:
+def choose_timelines(path: Path) -> dict[str, Any] | None:
     """Who decoded when, {"groups": [records of samples.jsonl], "recorded": lines in the file}; None where there are
     none: the first, the last and as many between as SAMPLES_BYTES hold, evenly; only those are parsed."""
     with path.open("rb") as file:
