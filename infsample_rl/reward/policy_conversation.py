@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from infsample_rl.data.fields import ROLES
 from infsample_rl.reward.policy_requests import Refused, parse_json
 
 Message = dict[str, Any]
@@ -21,7 +22,6 @@ TOOLS = (
     'a list of {"type": "function", "function": {"name": ..., "parameters": {"type": "object", "properties": {...}, '
     '"required": [...]}}}'
 )
-ROLES = ("system", "developer", "user", "assistant", "tool")
 # What changes nothing, with the value that it may have. All else would say how to sample, which the run's settings do.
 OF_CHAT: dict[str, Any] = {
     **{"messages": None, "tools": None, "model": None, "user": None, "metadata": None, "store": None, "n": 1},
