@@ -20,7 +20,7 @@ from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.config.reward import ENVIRONMENT, JUDGE, RULES
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.peer_forms import OF_TRL, Called, call_form, check_keywords, columns_of, form_of
-from infsample_rl.reward.user_function import import_function
+from infsample_rl.reward.user_function import import_name
 
 IN_PROCESSES = ("rule", "user")  # kinds of functions
 MODEL_PREFIX = "model:"
@@ -99,7 +99,7 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
         check_keywords(config.name, function, config.kwargs, given=("response", "columns"))
         return LoadedFunction(form="rule", function=function, kwargs=config.kwargs, needs=module.NEEDS)
     path, _, name = config.name.rpartition(":")
-    function = import_function(path, name)
+    function = import_name(path, name, "reward.functions")
     form = form_of(config.name, function, config.kwargs)
     columns = columns_of(form, function, config.kwargs)
     return LoadedFunction(

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -22,11 +22,6 @@ from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.trl_stand_ins import Run, StandIns, TrainerReached, begin, is_result
 
 FETCHING = ("trl", "datasets", "transformers", "peft")  # what a TRL script loads models and rows with
-
-
-def import_function(path: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the file `path`; ValueError in one line if it cannot be had."""
-    return import_name(path, name, "reward.functions")
 
 
 def import_name(path: str, name: str, setting: str) -> Any:
