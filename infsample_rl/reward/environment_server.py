@@ -6,30 +6,22 @@ import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.reward.functions import component_names, files_of, kind_of
-from infsample_rl.reward.isolation import environment_of, folders_of, isolation_of, package_path
+from infsample_rl.reward.isolation import START_LIMIT_S, end_keeper, folders_of, isolation_of, start_keeper
 
-START_LIMIT_S = 300.0  # a user's file may import a large library
-END_LIMIT_S = 20.0  # for the keeper to end all there is
 GONE_LIMIT_S = 2.0  # until a keeper whose server has ended is gone too
 MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
-_PROGRAM = (
-    "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
-    "from infsample_rl.reward.keeper import main; "
-    "main(sys.argv[2], 'infsample_rl.reward.environment_process')"
-)
 
 
 def environment_functions(config: Config) -> dict[str, RewardFunctionConfig]:
@@ -56,22 +48,14 @@ class EnvironmentServer:
             ends_orphans=True,
             held="an environment",
         )
-        path = sys.path
         if python != sys.executable:  # the driver's, with the user's libraries, where this process has vLLM's
-            path = package_path()
             isolation.read.extend(folders_of(python) if isolation.read else [])
         self._control, theirs = socket.socketpair()
         self._hand_over = threading.Lock()
-        command = [python, "-c", _PROGRAM, json.dumps(path), json.dumps(asdict(isolation))]
         with theirs:
             try:
-                self._keeper = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is left to the parent
-                    pass_fds=[theirs.fileno()],
-                    env=environment_of(isolation, os.environ),
+                self._keeper = start_keeper(
+                    isolation, "infsample_rl.reward.environment_process", python, pass_fds=[theirs.fileno()]
                 )
             except OSError as error:
                 self._control.close()
@@ -110,12 +94,7 @@ class EnvironmentServer:
         """End it, and all that it has forked."""
         self._control.close()
         self._requests.close()
-        self._keeper.terminate()
-        try:
-            self._keeper.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-            self._keeper.wait()
+        end_keeper(self._keeper)
         if self._keeper.stdout is not None:
             self._keeper.stdout.close()
 

@@ -1,20 +1,26 @@
-"""What a reward process may do, by reward.isolation: its environment, its memory, its files. Standard library only.
+"""What a reward process may do, by reward.isolation: its environment, its memory, its files; and its start and end.
 
 none     a process of its own, ended with all it started; its output is bounded
 limits   and: memory and the size of a file bounded, an environment without keys, no reach into other processes
 sandbox  and: no network, and only the files it needs; refused where the system cannot hold it to that
+
+Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
+import signal
 import site
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
+from typing import Any
 
 from infsample_rl.config.reward import ISOLATIONS, RewardConfig
 from infsample_rl.reward.linux_sandbox import keep_out_of_other_processes, sandbox
@@ -31,6 +37,12 @@ _READABLE = (
     "/etc/nsswitch.conf /etc/os-release /dev/zero /dev/random /dev/urandom /proc/self /proc/cpuinfo /proc/meminfo "
     "/proc/stat /sys/devices/system"
 ).split()
+START_LIMIT_S = 300.0  # a user's file may import a large library
+END_LIMIT_S = 20.0  # for a keeper to end all there is
+_KEEPER = (
+    "import json, sys; sys.path = (own := json.loads(sys.argv[1])) + [p for p in sys.path if p and p not in own]; "
+    "from infsample_rl.reward.keeper import main; main(*sys.argv[2:])"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +94,33 @@ def environment_of(isolation: Isolation, environment: Mapping[str, str]) -> dict
     return ordered | {"OMP_NUM_THREADS": "1"} | kept  # a thread's stack counts as memory
 
 
+def start_keeper(
+    isolation: Isolation, served: str, python: str = sys.executable, pass_fds: Sequence[int] = (), stderr: Any = None
+) -> Popen[bytes]:
+    """A keeper (reward/keeper.py) of the module `served`, in an interpreter that finds this package and, where it is
+    this one, all that is found here."""
+    path = sys.path if python == sys.executable else _package_path()
+    return Popen(
+        [python, "-c", _KEEPER, json.dumps(path), json.dumps(asdict(isolation)), served],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=stderr,
+        start_new_session=True,  # Ctrl-C is left to the parent
+        pass_fds=pass_fds,
+        env=environment_of(isolation, os.environ),
+    )
+
+
+def end_keeper(keeper: Popen[bytes]) -> None:
+    """End it and all that it keeps, at once."""
+    keeper.terminate()
+    try:
+        keeper.wait(END_LIMIT_S)
+    except TimeoutExpired:  # stopped, or its machine is: what it keeps ends with it
+        os.killpg(keeper.pid, signal.SIGKILL)
+        keeper.wait()
+
+
 def isolate(isolation: Isolation) -> None:
     """Hold the calling process, which has one thread, and all it starts to its limits. ValueError when the system
     cannot."""
@@ -122,7 +161,7 @@ def folders_of(python: str) -> list[str]:
     return [folder for folder in folders if not holds_home(folder)]
 
 
-def package_path() -> list[str]:
+def _package_path() -> list[str]:
     """What another interpreter needs to find this package; one that it is installed for needs nothing."""
     root = Path(__file__).resolve().parents[2]
     return [] if root.name in ("site-packages", "dist-packages") else [str(root)]

@@ -38,7 +38,7 @@ _LINUX = sys.platform.startswith("linux")
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def main(settings: str, served: str = "infsample_rl.reward.function_process") -> None:
+def main(settings: str, served: str) -> None:
     """Fork the keeper and stand in for it; `settings` is an Isolation as JSON, `served` the module whose main() is the
     function process. Reads nothing: stdin and stdout are the function process's pipes."""
     be_subreaper()

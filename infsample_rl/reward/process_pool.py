@@ -7,39 +7,29 @@ Between the two stands a keeper (`keeper.py`), which ends a function process tog
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.functions import files_of
-from infsample_rl.reward.isolation import environment_of, isolation_of
+from infsample_rl.reward.isolation import END_LIMIT_S, START_LIMIT_S, end_keeper, isolation_of, start_keeper
 
-START_LIMIT_S = 300.0  # a user's file may import a large library
 RETRIES = 1  # further tries of a call whose process died (not of one that timed out)
 _READ_LIMIT_S = 20.0  # for a process that has started to take a call: one that an earlier call has stopped never does
-_END_LIMIT_S = 20.0  # for a keeper to end all there is
 _MOST_UNREAD = 1 << 24  # bytes of one reply; values and problems of thousands of samples are less
 _FORGED = "the function wrote into the pipe of the replies"
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; "
-    "main(sys.argv[2])"
-)
 
 
 class FunctionTimedOut(Exception):
@@ -56,7 +46,7 @@ class CallValues:
 
     values: list[float | None]
     problems: list[str]
-    reported: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)  # further numbers, by name
+    reported: dict[str, list[float | None]] = field(default_factory=dict)  # further numbers, by name
 
 
 class FunctionProcess:
@@ -65,15 +55,7 @@ class FunctionProcess:
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start it; ValueError in one line when a function cannot be loaded or reward.isolation cannot be had."""
         isolation = isolation_of(reward, files_of(functions))
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
-        # its own session: Ctrl-C is left to the parent
-        self._keeper = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=environment_of(isolation, os.environ),
-        )
+        self._keeper = start_keeper(isolation, "infsample_rl.reward.function_process")
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
         self._keeper.stdin.close()
@@ -119,12 +101,7 @@ class FunctionProcess:
             return
         self._requests.close()
         self._replies.close()
-        self._keeper.terminate()
-        try:
-            self._keeper.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:  # stopped, or its machine is: the function process ends with it
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-            self._keeper.wait()
+        end_keeper(self._keeper)
 
     def _send(self, message: bytes, limit_s: float) -> None:
         too_late = threading.Timer(limit_s, self.interrupt)  # a pipe that nobody reads takes no more
@@ -173,7 +150,7 @@ class FunctionProcess:
 
     def _how_it_died(self) -> str:
         """What the keeper says, which is the last thing in the pipe."""
-        deadline = time.monotonic() + _END_LIMIT_S
+        deadline = time.monotonic() + END_LIMIT_S
         try:
             while True:
                 self._receive(deadline - time.monotonic())

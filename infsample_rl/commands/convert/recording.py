@@ -6,7 +6,6 @@ against modules that record (trl_run.py). No network, no file of yours but those
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL
 from typing import Any
 
 import yaml
@@ -22,13 +21,9 @@ import yaml
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.config.peer_flags import yaml_loader
 from infsample_rl.config.secrets import is_secret_name
-from infsample_rl.reward.isolation import environment_of, holds_home, isolation_of
+from infsample_rl.reward.isolation import holds_home, isolation_of, start_keeper
 
 TIME_LIMIT_S = 60.0
-_SANDBOXED = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; "
-    "main(sys.argv[2], 'infsample_rl.commands.convert.sandboxed_run')"
-)
 
 
 def words_of(path: Path, arguments: list[str], training: str, last: str = "") -> list[str]:
@@ -60,10 +55,8 @@ def _run(program: list[str], path: Path, variables: dict[str, str]) -> tuple[str
         functions=[RewardFunctionConfig(name="math")], isolation="sandbox", read_paths=[str(path.resolve()), *beside]
     )
     isolation = isolation_of(rewards, [])
-    command = [sys.executable, "-c", _SANDBOXED, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
     kept = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
-    env = environment_of(isolation, os.environ)
-    with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env) as keeper:
+    with start_keeper(isolation, "infsample_rl.commands.convert.sandboxed_run", stderr=DEVNULL) as keeper:
         assert keeper.stdin is not None and keeper.stdout is not None
         late = threading.Timer(TIME_LIMIT_S, keeper.terminate)
         late.start()
