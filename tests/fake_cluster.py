@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from infsample_rl.cluster.arrivals import Arrival, MicroGroupArrival, RewardArrival, RowArrival
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.monitor import ClusterCounts
@@ -20,7 +18,6 @@ from infsample_rl.types import (
     ClusterNow,
     Completion,
     LossTotals,
-    MicroGroupHeader,
     Prompt,
     PublishedProbe,
     RewardResult,
@@ -28,6 +25,8 @@ from infsample_rl.types import (
     RowWork,
     WeightSyncReport,
 )
+from tests.fakes import header
+from tests.tiny_models import finished
 
 
 class FakeCluster:
@@ -115,26 +114,13 @@ class FakeCluster:
     def _enter(self, completions: list[Completion]) -> MicroGroupArrival:
         key, first = len(self.calls) * 1000 + len(self._micro_groups), completions[0]
         self._micro_groups[key] = completions
-        header = MicroGroupHeader(
-            prompt_index=first.prompt_index,
-            sample_indices=[completion.sample_index for completion in completions],
-            lengths=[len(completion.token_ids) for completion in completions],
-            finish_reasons=[completion.finish_reason for completion in completions],
-            policy_version=first.policy_version,
-            finished_at=time.time(),
-        )
-        return MicroGroupArrival(key, header)
+        lengths = [len(completion.token_ids) for completion in completions]
+        told = {"lengths": lengths, "policy_version": first.policy_version, "finished_at": time.time()}
+        samples = [completion.sample_index for completion in completions]
+        return MicroGroupArrival(key, header(first.prompt_index, samples, **told))
 
     def _completion(self, prompt_index: int, index: int) -> Completion:
-        return Completion(
-            prompt_index=prompt_index,
-            sample_index=index,
-            token_ids=np.full(index + 2, 5, np.int32),
-            logprobs=np.zeros(index + 2, np.float32),
-            sampling_logprobs=None,
-            finish_reason="stop",
-            policy_version=self.version,
-        )
+        return finished(prompt_index, index, [5] * (index + 2), 0.0, policy_version=self.version)
 
     def _score(self, key: int, prompt: Prompt) -> None:
         rewards = [None if self.broken else float(completion.sample_index) for completion in self._micro_groups[key]]

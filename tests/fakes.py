@@ -10,7 +10,16 @@ import numpy as np
 import ray
 
 from infsample_rl.cluster.workers import Restarts, Workers
-from infsample_rl.types import Completion, MicroGroupHeader, RolloutWork, StreamEnd, WorkerPhases, WorkerStatus
+from infsample_rl.types import (
+    Completion,
+    MicroGroupHeader,
+    RewardResult,
+    RolloutWork,
+    StreamEnd,
+    WorkerPhases,
+    WorkerStatus,
+)
+from tests.tiny_models import finished
 
 DIED = ray.exceptions.RayActorError()  # what a call on a dead worker gives
 NODE_GONE = ray.exceptions.ObjectLostError("ab", None, "")  # what a reference gives whose node is gone
@@ -124,28 +133,19 @@ def work(prompt_index: int, samples: list[int]) -> RolloutWork:
 
 def completion(prompt_index: int, sample_index: int, tokens: int = 3) -> Completion:
     """A sample of so many tokens, all of its index."""
-    return Completion(
-        prompt_index=prompt_index,
-        sample_index=sample_index,
-        token_ids=np.full(tokens, sample_index, np.int32),
-        logprobs=np.full(tokens, -0.5, np.float32),
-        sampling_logprobs=None,
-        finish_reason="stop",
-        policy_version=0,
-    )
+    return finished(prompt_index, sample_index, [sample_index] * tokens, -0.5)
 
 
-def header(prompt_index: int, samples: list[int], num_waiting: int = 0) -> MicroGroupHeader:
+def header(prompt_index: int, samples: list[int], **more: Any) -> MicroGroupHeader:
     """Of a micro-group of such completions."""
-    return MicroGroupHeader(
-        prompt_index=prompt_index,
-        sample_indices=samples,
-        lengths=[3] * len(samples),
-        finish_reasons=["stop"] * len(samples),
-        policy_version=0,
-        finished_at=1.0,
-        num_waiting=num_waiting,
-    )
+    count = len(samples)
+    known = {"lengths": [3] * count, "finish_reasons": ["stop"] * count, "policy_version": 0, "finished_at": 1.0}
+    return MicroGroupHeader(prompt_index=prompt_index, sample_indices=samples, **known | more)
+
+
+def rewarded(*rewards: float | None, **components: list[float | None]) -> RewardResult:
+    """What a reward worker says of a micro-group."""
+    return RewardResult(rewards=list(rewards), components=components, failures=[], started_at=0.5, finished_at=0.6)
 
 
 def stream_end(worker: int = 0) -> StreamEnd:

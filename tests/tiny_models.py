@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from infsample_rl.types import Completion, ReferenceTokens, TrainingSample
+from infsample_rl.types import Completion, Prompt, ReferenceTokens, TrainingSample
 
 # Of a model that is made in milliseconds.
 TINY_SIZES = {
@@ -31,17 +32,25 @@ def save_words(folder: Path, count: int = 60) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def finished(prompt_index: int, sample_index: int, ids: list[int], logprobs: object = None) -> Completion:
+def prompt_of(prompt_index: int = 0, ids: Sequence[int] = (7,), **more: Any) -> Prompt:
+    """A prompt of these tokens, whose row is its index."""
+    known = {"prompt_index": prompt_index, "row": prompt_index, "messages": [], "text": ""}
+    return Prompt(**known | more, token_ids=np.array(ids, np.int32))
+
+
+def finished(
+    prompt_index: int, sample_index: int, ids: Sequence[int], logprobs: object = None, **more: Any
+) -> Completion:
     """A finished sample of these tokens; without `logprobs` each has minus its id."""
     token_ids = np.array(ids, np.int32)
+    known = {"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    given = np.float32(-token_ids if logprobs is None else logprobs)
     return Completion(
         prompt_index=prompt_index,
         sample_index=sample_index,
         token_ids=token_ids,
-        logprobs=np.broadcast_to(np.float32(-token_ids if logprobs is None else logprobs), token_ids.shape),
-        sampling_logprobs=None,
-        finish_reason="stop",
-        policy_version=0,
+        logprobs=np.broadcast_to(given, token_ids.shape).copy(),
+        **known | more,
     )
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infsample_rl.cluster import dealing
 from infsample_rl.cluster.dealing import ExpectedLengths, by_prompt, deal, settle, split
-from infsample_rl.types import Prompt
 from tests.fakes import work
+from tests.tiny_models import prompt_of
 
 
 def prompts(count):
-    return [
-        Prompt(prompt_index=i, row=10 + i, messages=[], text="", token_ids=np.arange(3, dtype=np.int32))
-        for i in range(count)
-    ]
+    return [prompt_of(index, row=10 + index) for index in range(count)]
 
 
 def samples(part):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,7 +20,8 @@ from infsample_rl.cluster.out_of_memory import LESS, explain, is_out_of_memory
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import LossTotals, TrainingSample
+from infsample_rl.types import LossTotals
+from tests.tiny_models import training_sample
 
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB"  # torch 2.13's words
 RESPONSE_TOKENS = 3800
@@ -53,16 +53,8 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     worker = LearnerWorker(config(tiny_qwen3, tmp_path), 0, 1, 10)
     worker.setup(None)
-    ids = np.arange(RESPONSE_TOKENS, dtype=np.int32) % 250
-    sample = TrainingSample(
-        prompt_index=0,
-        sample_index=0,
-        prompt_ids=ids[:64],
-        response_ids=ids,
-        advantages=(1.0,),
-        engine_logprobs=np.full(RESPONSE_TOKENS, -5.0, np.float32),
-        reference=None,
-    )
+    ids = [index % 250 for index in range(RESPONSE_TOKENS)]
+    sample = training_sample(0, ids[:64], ids)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 8 * 2**20, before[1]))  # 8 MiB more than it has now

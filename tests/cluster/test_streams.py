@@ -83,7 +83,7 @@ class Decoding:
 
 def part(samples, num_waiting=0):
     """Header and micro-group of some samples, apart."""
-    return [header(0, samples, num_waiting), ["tokens"]]
+    return [header(0, samples, num_waiting=num_waiting), ["tokens"]]
 
 
 def whole(worker):
@@ -109,9 +109,9 @@ def test_a_micro_group_comes_with_its_header_and_the_end_with_figures_and_phases
 
 def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two():
     small, large = [completion(0, 0), completion(0, 1)], [completion(0, 2, 20_000), completion(0, 3)]
-    items = list(seal_micro_groups(iter([header(0, [0, 1], 2), small, header(0, [2, 3]), large])))
+    items = list(seal_micro_groups(iter([header(0, [0, 1], num_waiting=2), small, header(0, [2, 3]), large])))
     assert [type(item) for item in items] == [bytes, MicroGroupHeader, list] and unseal(items[0]) == header(
-        0, [0, 1], 2
+        0, [0, 1], num_waiting=2
     )
     # 61,440 bytes of arrays, 140,000 with what pickle adds
     many_short = [completion(0, index, 15) for index in range(512)]

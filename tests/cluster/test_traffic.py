@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import count
 
-import numpy as np
 import pytest
 
 from infsample_rl.cluster.arrivals import (
@@ -24,7 +23,7 @@ from infsample_rl.cluster.traffic import MOST_ASKED_AT_ONCE, MOST_ROWS_AT_ONCE, 
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.cluster.workers import StepLost
 from infsample_rl.config.loading import load_config
-from infsample_rl.types import Prompt, ReferenceReport, RewardResult, RowWork, StreamOrder
+from infsample_rl.types import ReferenceReport, RowWork, StreamOrder
 from tests.fakes import (
     DIED,
     NODE_GONE,
@@ -36,15 +35,14 @@ from tests.fakes import (
     header,
     make_workers,
     raised,
+    rewarded,
     stream_end,
     work,
 )
+from tests.tiny_models import prompt_of
 
 pytestmark = pytest.mark.usefixtures("fake_ray")
-PROMPTS = [
-    Prompt(prompt_index=index, row=index, messages=[], text=f"{index}", token_ids=np.array([index], np.int32))
-    for index in range(2)
-]
+PROMPTS = [prompt_of(index, [index], text=f"{index}") for index in range(2)]
 ROW = RowWork(row=None, prompt_ids={}, totals=None, row_id=None)
 
 
@@ -59,18 +57,7 @@ def earn(prompts, *payloads):
     """A reward worker's answer: a sample earns its index."""
     opened = [open_micro_group(payload.value) for payload in payloads]
     assert [unseal(prompt).prompt_index for prompt in prompts] == [one[0].prompt_index for one in opened]
-    return seal(
-        [
-            RewardResult(
-                rewards=[float(sample.sample_index) for sample in one],
-                components={},
-                failures=[],
-                started_at=0.0,
-                finished_at=1.0,
-            )
-            for one in opened
-        ]
-    )
+    return seal([rewarded(*(float(sample.sample_index) for sample in one)) for one in opened])
 
 
 def look_up(prompts, *payloads):

@@ -12,7 +12,7 @@ import pytest
 from infsample_rl.commands import chat, evaluate
 from infsample_rl.commands.chat import Chat, ChatOptions, chat_config, talk
 from infsample_rl.commands.estimates import mean_over_problems, pass_at_k
-from infsample_rl.types import Completion, Prompt
+from tests.tiny_models import finished, prompt_of
 
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': "
@@ -83,11 +83,8 @@ def test_trajectories_of_several_turns_are_evaluated_with_what_their_environment
 
 
 def test_a_failed_reward_never_passes():
-    prompt = Prompt(prompt_index=0, row=1, messages=[], text="", token_ids=np.zeros(1, np.int32))
-    shared = {"prompt_index": 0, "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
-    tokens = {"token_ids": np.zeros(2, np.int32), "logprobs": np.zeros(2, np.float32)}
-    ended = {index: Completion(sample_index=index, **tokens, **shared) for index in range(2)}
-    found = evaluate.Sampled(prompt=prompt, completions=ended, rewards={0: None, 1: 0.0})
+    ended = {index: finished(0, index, [0, 0]) for index in range(2)}
+    found = evaluate.Sampled(prompt=prompt_of(row=1), completions=ended, rewards={0: None, 1: 0.0})
     figures = evaluate.summarise([found], evaluate.EvaluateOptions(samples=2, k=[1], threshold=0.0), seed=0)
     assert figures["pass@1"].value == 1.0 and figures["failed rewards"] == 1
 

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from infsample_rl.controller import ahead, recording
 from infsample_rl.types import Completion, Episode
+from tests.tiny_models import finished
 
 TALK = [{"role": "user", "content": "\u03b1 \ud800 " * 1000}]
 
 
 def completion(index: int) -> Completion:
-    return Completion(
-        prompt_index=0,
-        sample_index=index,
-        token_ids=np.arange(index + 2, dtype=np.int32),
-        logprobs=np.zeros(index + 2, np.float32),
-        sampling_logprobs=None,
-        finish_reason="stop",
-        policy_version=3,
-        episode=Episode(reward=0.5, failure="", turns=1, calls=0, waited_s=0.0, messages=TALK),
-    )
+    episode = Episode(reward=0.5, failure="", turns=1, calls=0, waited_s=0.0, messages=TALK)
+    return finished(0, index, range(index + 2), policy_version=3, episode=episode)
 
 
 @pytest.mark.parametrize("facts_in_header", [False, True], ids=["now", "older"])

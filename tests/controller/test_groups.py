@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from infsample_rl.cluster.dealing import deal
@@ -22,6 +21,9 @@ from infsample_rl.config import (
 from infsample_rl.controller.groups import StepGroups, loss_totals, mini_batches, trainable_specs
 from infsample_rl.controller.step_metrics import sample_metrics
 from infsample_rl.types import Episode, LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
+from tests import fakes
+from tests.fakes import rewarded
+from tests.tiny_models import prompt_of
 
 
 def config(deterministic: bool = False, **objective) -> Config:
@@ -37,26 +39,15 @@ def config(deterministic: bool = False, **objective) -> Config:
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(prompt_index=i, row=i, messages=[], text="", token_ids=np.array([7, i], np.int32)) for i in range(count)
-    ]
+    return [prompt_of(index, [7, index]) for index in range(count)]
 
 
-def header(prompt_index: int, samples: list[int], at: float = 1.0) -> MicroGroupHeader:
-    return MicroGroupHeader(
-        prompt_index=prompt_index,
-        sample_indices=samples,
-        lengths=[3 + s for s in samples],
-        finish_reasons=["stop"] * len(samples),
-        policy_version=0,
-        finished_at=at,
-    )
+def header(prompt_index: int, samples: list[int]) -> MicroGroupHeader:
+    return fakes.header(prompt_index, samples, lengths=[3 + sample for sample in samples])
 
 
 def rewards(*values) -> RewardResult:
-    return RewardResult(
-        rewards=list(values), components={"kk": list(values)}, failures=[], started_at=0.5, finished_at=0.6
-    )
+    return rewarded(*values, kk=list(values))
 
 
 def test_whole_prompts_stay_on_one_worker():
@@ -166,7 +157,7 @@ def test_with_dynamic_sampling_a_group_of_equal_rewards_is_outside_the_update_an
         groups.add_rewards(index, rewards(*earned))
     assert [groups.trains(group) for group in groups.take_complete()] == [False, True]
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
-    groups.extend([Prompt(prompt_index=2, row=5, messages=[], text="", token_ids=np.array([7], np.int32))])
+    groups.extend([prompt_of(2, row=5)])
     assert not groups.all_complete()
 
 

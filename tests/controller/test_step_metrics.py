@@ -6,7 +6,6 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from infsample_rl.config.loading import load_config
@@ -23,29 +22,22 @@ from infsample_rl.controller.step_metrics import (
 )
 from infsample_rl.learner.update_sums import UpdateSums
 from infsample_rl.reward.functions import METRICS_OF_RUN
-from infsample_rl.types import Forecast, MicroGroupHeader, Prompt, RewardResult, StreamEnd, WorkerPhases
+from infsample_rl.types import Forecast, StreamEnd, WorkerPhases
+from tests.fakes import header, rewarded
+from tests.tiny_models import prompt_of
 
 UPDATES = [(0.1, 1.0, 0.0), (0.9, 0.0, 1.0), (0.2, 3.0, 0.0)]
 
 
 def book(*settings: str) -> StepGroups:
     """Two prompts of two samples; lengths 2, 4, 6, 8; rewards 1, 0, none, 1."""
-    prompts = [Prompt(prompt_index=i, row=i, messages=[], text="", token_ids=np.zeros(3, np.int32)) for i in range(2)]
+    prompts = [prompt_of(index, [0] * 3) for index in range(2)]
     groups = StepGroups(prompts, load_config([*settings]), group_size=2, step=0, with_reference=False)
     for key, (lengths, rewards) in enumerate((([2, 4], [1.0, 0.0]), ([6, 8], [None, 1.0]))):
         reasons = ["stop" if length < 8 else "length" for length in lengths]
-        header = MicroGroupHeader(
-            prompt_index=key,
-            sample_indices=[0, 1],
-            lengths=lengths,
-            finish_reasons=reasons,
-            policy_version=0,
-            finished_at=10.0 + key,
-        )
-        groups.add_micro_group(key, header)
-        groups.add_rewards(
-            key, RewardResult(rewards=rewards, components={"kk": rewards}, failures=[], started_at=9.0, finished_at=9.5)
-        )
+        told = header(key, [0, 1], lengths=lengths, finish_reasons=reasons, finished_at=10.0 + key)
+        groups.add_micro_group(key, told)
+        groups.add_rewards(key, dataclasses.replace(rewarded(*rewards, kk=rewards), started_at=9.0, finished_at=9.5))
     groups.take_complete()
     return groups
 

@@ -23,11 +23,10 @@ from infsample_rl.types import (
     Completion,
     Episode,
     Forecast,
-    MicroGroupHeader,
-    Prompt,
-    RewardResult,
     RowStay,
 )
+from tests.fakes import header, rewarded
+from tests.tiny_models import finished, prompt_of
 
 CONFIG = load_config([])
 TOKENIZER = load_tokenizer(CONFIG.model)
@@ -39,34 +38,20 @@ STAYS = [
 
 def book() -> StepGroups:
     """Two prompts of two samples; of the second no stays were wanted."""
-    prompts = [
-        Prompt(prompt_index=i, row=7 + i, messages=[], text="who is what?", token_ids=np.zeros(3, np.int32))
-        for i in range(2)
-    ]
+    prompts = [prompt_of(index, [0] * 3, row=7 + index, text="who is what?") for index in range(2)]
     groups = StepGroups(prompts, CONFIG, group_size=2, step=0, with_reference=False)
     for key in range(2):
-        header = MicroGroupHeader(
-            prompt_index=key, sample_indices=[1, 0], lengths=[13, 4], finish_reasons=["stop", "length"],
-            policy_version=0, finished_at=103.0,
-            worker=5, forecasts=[Forecast(8, 11.26), None], stays=[] if key else STAYS,
-        )  # fmt: skip
-        groups.add_micro_group(key, header)
-        groups.add_rewards(
-            key, RewardResult(rewards=[1.0, None], components={}, failures=[], started_at=9.0, finished_at=9.5)
-        )
+        told = {"lengths": [13, 4], "finish_reasons": ["stop", "length"], "finished_at": 103.0, "worker": 5}
+        forecasts = [Forecast(8, 11.26), None]
+        groups.add_micro_group(key, header(key, [1, 0], **told, forecasts=forecasts, stays=[] if key else STAYS))
+        groups.add_rewards(key, rewarded(1.0, None))
     return groups
 
 
 def fetched(key: int) -> list[Completion]:
     """A micro-group of two samples of one text."""
-    ids = np.array(TOKENIZER(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
-    known = {"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
-    return [
-        Completion(
-            prompt_index=key, sample_index=index, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), **known
-        )
-        for index in (1, 0)
-    ]
+    ids = TOKENIZER(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"]
+    return [finished(key, index, ids) for index in (1, 0)]
 
 
 def test_a_record_says_who_decoded_when_and_what_came_of_it():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from infsample_rl.config import (
@@ -21,7 +20,8 @@ from infsample_rl.config import (
 )
 from infsample_rl.controller.groups import Group, SampleRecord
 from infsample_rl.controller.waves import Waves
-from infsample_rl.types import LossTotals, Prompt, RowWork
+from infsample_rl.types import LossTotals, RowWork
+from tests.tiny_models import prompt_of
 
 # 4 prompts of 2 samples, as if all were of full length
 PROVISIONAL = LossTotals(num_sequences=8, num_tokens=8 * 8, length_normalizer=8)
@@ -88,7 +88,7 @@ def group(index: int, lengths: tuple[int, int] = (4, 5), *, signal: float = 1.0)
         )
         for place, length in enumerate(lengths)
     ]
-    prompt = Prompt(prompt_index=index, row=index, messages=[], text="", token_ids=np.array([7, index], np.int32))
+    prompt = prompt_of(index, [7, index])
     return Group(prompt=prompt, size=2, samples=samples)
 
 

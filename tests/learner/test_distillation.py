@@ -15,8 +15,8 @@ from infsample_rl.learner.divergence import likely_kl
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.model.tokenizer import check_reference, load_tokenizer
-from infsample_rl.types import LossTotals, Prompt
-from tests.tiny_models import assert_tensors_close, finished, save_words
+from infsample_rl.types import LossTotals
+from tests.tiny_models import assert_tensors_close, finished, prompt_of, save_words
 
 TOKENS, VOCAB = 5, 7
 # What TRL 1.16.0's GKD gives for the logits below, of the whole vocabulary.
@@ -138,7 +138,7 @@ def test_a_learner_follows_the_teacher_wherever_it_is(tools, tied_policy, untied
     samples = tools.make_samples(tools.load_plain(untied_policy), with_reference=False)
     worker, given = ReferenceWorker(config), []
     for sample in samples:
-        prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
+        prompt = prompt_of(0, sample.prompt_ids)
         completion = finished(0, 0, sample.response_ids.tolist())
         given.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
     here = replace(config, reference=replace(config.reference, placement="learner"))

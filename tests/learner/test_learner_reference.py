@@ -15,9 +15,8 @@ from infsample_rl.learner.reference import ReferencePolicy, ReferenceWorker, kee
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import worker_groups
-from infsample_rl.types import Prompt
 from tests.learner_ranks import Scenario, run_ranks
-from tests.tiny_models import assert_tensors_close, finished
+from tests.tiny_models import assert_tensors_close, finished, prompt_of
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -50,7 +49,7 @@ def with_reference(config, samples):
     worker = ReferenceWorker(config)
     found = []
     for sample in samples:
-        prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
+        prompt = prompt_of(0, sample.prompt_ids)
         completion = finished(0, 0, sample.response_ids, sample.engine_logprobs)
         found.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
     return found

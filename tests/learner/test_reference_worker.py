@@ -18,8 +18,7 @@ from infsample_rl.config import (
     RolloutConfig,
 )
 from infsample_rl.learner.reference import ReferenceWorker
-from infsample_rl.types import Prompt
-from tests.tiny_models import TINY_SIZES, finished, save_words
+from tests.tiny_models import TINY_SIZES, finished, prompt_of, save_words
 
 
 def save_policy(folder, seed, vocab_size=64):
@@ -42,7 +41,7 @@ def make_config(path, max_tokens, reference_path=None, top_k=0):
     )
 
 
-PROMPT = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=np.array([5, 9, 7], np.int32))
+PROMPT = prompt_of(0, [5, 9, 7])
 COMPLETIONS = [
     finished(0, 3, [11, 4, 2], -1.0),
     finished(0, 1, [6], -2.0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,8 +16,9 @@ from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.reward import rule_data_source, rule_think_format, user_function
 from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.worker import RewardWorker
-from infsample_rl.types import Completion, Episode
+from infsample_rl.types import Episode
 from tests.scored_texts import score_texts
+from tests.tiny_models import finished
 
 PEERS = """
 import re
@@ -196,12 +196,7 @@ def test_of_several_turns_trls_form_gets_the_messages_and_a_rule_what_was_said_l
         Episode(reward=None, messages=messages, function_rewards={"seen": value}, reported={"seen/x": 2.0}, **told)
         for messages, value in zip(said, (0.5, None), strict=True)
     ]
-    ids = np.zeros(1, np.int32)
-    given = {"prompt_index": 0, "token_ids": ids, "logprobs": np.zeros(1, np.float32), "sampling_logprobs": None}
-    completions = [
-        Completion(**given, sample_index=index, finish_reason="stop", policy_version=0, episode=episode)
-        for index, episode in enumerate(episodes)
-    ]
+    completions = [finished(0, index, [0], episode=episode) for index, episode in enumerate(episodes)]
     worker = open_worker("roles", "turns", "seen", {"name": "gsm8k", "weight": 2.0})
     plain = prompt_of({"question": "1 + 2 = ?", "answer": WORKED})  # no list of messages
     [found] = worker.score([(plain, completions)])
@@ -326,11 +321,7 @@ def test_a_sample_that_every_trl_function_leaves_out_has_no_reward_and_is_said(o
 
 def test_trl_functions_see_how_far_the_run_is(open_worker, prompt_of):
     worker = open_worker("warms_up")
-    figures = {"logprobs": np.zeros(1, np.float32), "sampling_logprobs": None, "finish_reason": "stop"}
-    ids = {"prompt_index": 0, "sample_index": 0, "token_ids": np.array([5], np.int32)}
-    assert worker.score([(prompt_of(trl_row()), [Completion(policy_version=2, **ids, **figures)])])[0].rewards == [
-        2 / 8
-    ]
+    assert worker.score([(prompt_of(trl_row()), [finished(0, 0, [5], policy_version=2)])])[0].rewards == [2 / 8]
 
 
 def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_worker, prompt_of):

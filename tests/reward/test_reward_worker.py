@@ -21,6 +21,7 @@ from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.reward.worker import RewardWorker, Scored, weighted_sums
 from infsample_rl.types import Completion, Episode, Prompt
 from tests.scored_texts import score_texts
+from tests.tiny_models import finished
 
 PROMPT = Prompt(
     prompt_index=0,
@@ -33,11 +34,7 @@ PROMPT = Prompt(
 
 
 def completion_of(worker: RewardWorker, sample_index: int, text: str, episode: Episode | None = None) -> Completion:
-    ids = np.array(worker.tokenizer(text)["input_ids"], np.int32)
-    figures = {"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
-    logprobs = np.zeros(len(ids), np.float32)
-    own = {"sample_index": sample_index, "episode": episode}
-    return Completion(prompt_index=0, token_ids=ids, logprobs=logprobs, **own, **figures)
+    return finished(0, sample_index, worker.tokenizer(text)["input_ids"], episode=episode)
 
 
 @pytest.fixture
