@@ -50,6 +50,15 @@ def rewards(*values) -> RewardResult:
     return rewarded(*values, kk=list(values))
 
 
+def scored(settings: Config, *earned: tuple, with_reference: bool = False) -> StepGroups:
+    """A step whose every prompt has its two samples, of 3 and 4 tokens, and what they earned."""
+    groups = StepGroups(prompts(len(earned)), settings, group_size=2, step=0, with_reference=with_reference)
+    for index, values in enumerate(earned):
+        groups.add_micro_group(index, header(index, [0, 1]))
+        groups.add_rewards(index, rewards(*values))
+    return groups
+
+
 def test_whole_prompts_stay_on_one_worker():
     parts = deal(prompts(3), 2, 2, whole_prompts=True)
     dealt = [[(work.prompt_index, work.sample_indices) for work in part] for part in parts]
@@ -93,9 +102,7 @@ def test_deterministic_groups_come_in_prompt_order():
 
 def test_failed_reward_is_outside_mean_and_every_denominator():
     settings = config(advantage="mean_only")
-    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
-    groups.add_micro_group(0, header(0, [0, 1]))
-    groups.add_rewards(0, rewards(None, 1.0))
+    groups = scored(settings, (None, 1.0))
     (group,) = groups.take_complete()
     assert [sample.advantage for sample in group.samples] == [0.0, 0.0]
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
@@ -103,9 +110,7 @@ def test_failed_reward_is_outside_mean_and_every_denominator():
 
 def test_where_rewards_train_nothing_one_that_failed_is_trained():
     settings = config(distill_coef=1.0, reward_coef=0.0)
-    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
-    groups.add_micro_group(0, header(0, [0, 1]))
-    groups.add_rewards(0, rewards(None, None))
+    groups = scored(settings, (None, None))
     (group,) = groups.take_complete()
     assert len(trainable_specs(group, settings)) == 2
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
@@ -115,17 +120,13 @@ def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_a_teacher_or_
     terms = ({}, 0), ({"kl": "k3", "kl_coef": 0.01}, 2), ({"entropy_coef": 0.1}, 2), ({"distill_coef": 0.1}, 2)
     for objective, sent in terms:
         settings = config(**objective)
-        groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
-        groups.add_micro_group(0, header(0, [0, 1]))
-        groups.add_rewards(0, rewards(1.0, 1.0))
+        groups = scored(settings, (1.0, 1.0))
         assert len(trainable_specs(groups.take_complete()[0], settings)) == sent
 
 
 def test_a_kl_in_the_reward_is_subtracted_before_the_advantages_and_is_no_signal_alone():
     settings = config(advantage="mean_only", kl_reward_coef=0.5)
-    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=True)
-    groups.add_micro_group(0, header(0, [0, 1]))
-    groups.add_rewards(0, rewards(1.0, 1.0))
+    groups = scored(settings, (1.0, 1.0), with_reference=True)
     assert groups.take_complete() == []
     groups.add_reference(0, ReferenceReport([2.0, 0.0], 3_000))
     (group,) = groups.take_complete()
@@ -143,18 +144,13 @@ def test_more_samples_than_the_group_has_is_an_error():
 
 def test_an_overlong_response_loses_some_of_its_reward():
     settings = config(advantage="mean_only", overlong_buffer_tokens=6, overlong_penalty=3.0)
-    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
-    groups.add_micro_group(0, header(0, [0, 1]))  # of 3 and 4 tokens: 1 and 2 beyond 8 - 6
-    groups.add_rewards(0, rewards(1.0, 1.0))
+    groups = scored(settings, (1.0, 1.0))  # 1 and 2 tokens beyond 8 - 6
     assert [sample.advantage for sample in groups.take_complete()[0].samples] == [0.25, -0.25]
 
 
 def test_with_dynamic_sampling_a_group_of_equal_rewards_is_outside_the_update_and_its_denominators():
     settings = config(dynamic_sampling=True)
-    groups = StepGroups(prompts(2), settings, group_size=2, step=0, with_reference=False)
-    for index, earned in enumerate(((1.0, 1.0), (1.0, 0.0))):
-        groups.add_micro_group(index, header(index, [0, 1]))
-        groups.add_rewards(index, rewards(*earned))
+    groups = scored(settings, (1.0, 1.0), (1.0, 0.0))
     assert [groups.trains(group) for group in groups.take_complete()] == [False, True]
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
     groups.extend([prompt_of(2, row=5)])

@@ -26,9 +26,10 @@ from infsample_rl.config import (
 )
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
+from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.types import LossTotals, TrainingSample
 from tests.learner_ranks import Scenario, run_scenario
-from tests.tiny_models import TINY_SIZES, reference_tokens, save_words
+from tests.tiny_models import TINY_SIZES, finished, prompt_of, reference_tokens, save_words
 
 TEMPERATURE = 0.7
 VALID_VOCAB = 60  # the model's head has 64 rows
@@ -91,6 +92,17 @@ def make_samples(lm, *, seed=0, prompts=3, group_size=4, with_reference=True):
                 )
             )
     return samples
+
+
+def with_reference(config, samples):
+    """The samples with what a reference worker says of them."""
+    worker = ReferenceWorker(config)
+    found = []
+    for sample in samples:
+        prompt = prompt_of(0, sample.prompt_ids)
+        completion = finished(0, 0, sample.response_ids, sample.engine_logprobs)
+        found.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
+    return found
 
 
 def totals_of(samples):
@@ -227,9 +239,11 @@ def figures(metrics):
     return {name: value for name, value in metrics.items() if not name.startswith("memory/")}
 
 
-def waves(rows_by_rank, totals, *, lockstep=True):
-    """accumulate calls of an update: a rank without a row in a wave gets None, or, without lockstep, no call."""
+def waves(rows_by_rank, totals, *, lockstep=True, numbered=False):
+    """accumulate calls of an update: a rank without a row in a wave gets None, or, without lockstep, no call. Rows that
+    are `numbered` are (row, its id)."""
     rounds = max(len(rows) for rows in rows_by_rank)
-    filler = [(None, totals)] if lockstep else [None]
-    padded = [[(row, totals) for row in rows] + filler * (rounds - len(rows)) for rows in rows_by_rank]
+    call = (lambda row: (row[0], totals, row[1])) if numbered else (lambda row: (row, totals))
+    filler = [call((None, None) if numbered else None)] if lockstep else [None]
+    padded = [[*map(call, rows), *filler * (rounds - len(rows))] for rows in rows_by_rank]
     return [("accumulate", [calls[number] for calls in padded]) for number in range(rounds)]

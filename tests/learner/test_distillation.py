@@ -13,10 +13,9 @@ from infsample_rl.config import ObjectiveConfig
 from infsample_rl.config.loading import ConfigError, load_config
 from infsample_rl.learner.divergence import likely_kl
 from infsample_rl.learner.loss import policy_loss
-from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.model.tokenizer import check_reference, load_tokenizer
 from infsample_rl.types import LossTotals
-from tests.tiny_models import assert_tensors_close, finished, prompt_of, save_words
+from tests.tiny_models import assert_tensors_close, save_words
 
 TOKENS, VOCAB = 5, 7
 # What TRL 1.16.0's GKD gives for the logits below, of the whole vocabulary.
@@ -136,11 +135,7 @@ def test_a_learner_follows_the_teacher_wherever_it_is(tools, tied_policy, untied
     config = tools.make_config(untied_policy)
     config = replace(config, objective=objective, reference=replace(config.reference, path=tied_policy))
     samples = tools.make_samples(tools.load_plain(untied_policy), with_reference=False)
-    worker, given = ReferenceWorker(config), []
-    for sample in samples:
-        prompt = prompt_of(0, sample.prompt_ids)
-        completion = finished(0, 0, sample.response_ids.tolist())
-        given.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
+    given = tools.with_reference(config, samples)
     here = replace(config, reference=replace(config.reference, placement="learner"))
     totals = tools.totals_of(samples)
     found = []

@@ -50,17 +50,11 @@ def two_updates(tools, samples, *, lockstep):
         others = (None, -1) if lockstep else None
         calls.append(("remember", [(row, 10 + number) if rank == own else others for own in (0, 1)]))
     rows = [[(first[:3], 0), (first[3:5], 1)], [(first[5:], 2)]]
-    calls += numbered(rows, tools.totals_of(first), lockstep)
+    calls += tools.waves(rows, tools.totals_of(first), lockstep=lockstep, numbered=True)
     calls += [("step", {"totals": tools.totals_of(first), "is_last": False}), ("full_parameters", ())]
-    calls += numbered([[(second[:2], 10)], [(second[2:], 11)]], tools.totals_of(second), lockstep)
+    rows = [[(second[:2], 10)], [(second[2:], 11)]]
+    calls += tools.waves(rows, tools.totals_of(second), lockstep=lockstep, numbered=True)
     return [*calls, ("step", (tools.totals_of(second),)), ("parameters", ())]
-
-
-def numbered(rows_by_rank, totals, lockstep):
-    rounds = max(len(rows) for rows in rows_by_rank)
-    filler = [(None, totals, None)] if lockstep else [None]
-    padded = [[(row, totals, number) for row, number in rows] + filler * (rounds - len(rows)) for rows in rows_by_rank]
-    return [("accumulate", [calls[number] for calls in padded]) for number in range(rounds)]
 
 
 def free_ranks(tools, samples, folder):
@@ -118,14 +112,6 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
     return run_ranks(folder, scenarios, 2)
 
 
-def assert_equal_gradients(found, expected, factor=1.0):
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(
-            gradient * factor, expected[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("grad_sync", ["every_row", "last_row"])
 def test_any_deal_of_any_rows_with_dropped_groups_gives_the_plain_gradient(
     tools, two_ranks, samples, untied_policy, grad_sync
@@ -136,9 +122,8 @@ def test_any_deal_of_any_rows_with_dropped_groups_gives_the_plain_gradient(
     assert len(found) == len(cases) >= 4
     assert any(len(kept) < 12 for kept in cases)
     for kept, gradients in zip(cases, found, strict=True):
-        assert_equal_gradients(
-            gradients, tools.plain_gradients(lm, kept, OBJECTIVE)[1], factor=PROVISIONAL.num_sequences / len(kept)
-        )
+        scaled = {name: gradient * PROVISIONAL.num_sequences / len(kept) for name, gradient in gradients.items()}
+        assert_tensors_close(scaled, tools.plain_gradients(lm, kept, OBJECTIVE)[1], rtol=1e-4, atol=2e-6)
 
 
 def test_ranks_run_their_rows_without_waiting_for_each_other(two_ranks, tools, samples, untied_policy):
@@ -201,7 +186,7 @@ def test_four_ranks_in_pairs_that_share_a_policy_give_the_plain_update(tools, sa
     ]
     for rank in run_ranks(tmp_path, scenarios, 4):
         for results in rank.values():
-            assert_equal_gradients(results[-3], gradients)
+            assert_tensors_close(results[-3], gradients, rtol=1e-4, atol=2e-6)
             assert_tensors_close(results[-1], parameters, rtol=1e-4, atol=2e-5)
 
 

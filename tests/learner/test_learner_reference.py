@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
-from infsample_rl.learner.reference import ReferencePolicy, ReferenceWorker, keep_in_host_memory, load_frozen_policy
+from infsample_rl.learner.reference import ReferencePolicy, keep_in_host_memory, load_frozen_policy
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import worker_groups
 from tests.learner_ranks import Scenario, run_ranks
-from tests.tiny_models import assert_tensors_close, finished, prompt_of
+from tests.tiny_models import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -42,17 +42,6 @@ def frozen(tools, tmp_path_factory):
             parameter.mul_(1.1)
     lm.save_pretrained(folder)
     return folder
-
-
-def with_reference(config, samples):
-    """The samples with what a reference worker says of them."""
-    worker = ReferenceWorker(config)
-    found = []
-    for sample in samples:
-        prompt = prompt_of(0, sample.prompt_ids)
-        completion = finished(0, 0, sample.response_ids, sample.engine_logprobs)
-        found.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
-    return found
 
 
 def config_of(tools, path, frozen, kind, *, settings=None, ranks=1):
@@ -104,7 +93,7 @@ def expected(tools, tied_policy, frozen, samples):
     results = {}
     for kind in LEARNERS:
         config = on_workers(config_of(tools, tied_policy, frozen, kind))
-        step = two_epochs(tools, with_reference(config, samples), [(1,), (2,)], lockstep=True)
+        step = two_epochs(tools, tools.with_reference(config, samples), [(1,), (2,)], lockstep=True)
         results[kind] = tools.run_here(config, [*step, *step, ("parameters", ())])
     return results
 

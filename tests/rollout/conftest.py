@@ -8,6 +8,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -59,6 +69,21 @@ def make_tokenizer():
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer):
     return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def worker_config(make_model, make_tokenizer, tmp_path_factory):
+    """Settings of a rollout worker over a random model whose samples end with the word w3."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    make_tokenizer(64, eos_token="w3").save_pretrained(folder)
+    return Config(
+        run=RunConfig(seed=4, eval_temperature=0),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(source="problems.jsonl"),
+        rollout=RolloutConfig(group_size=4, slots=2, max_new_tokens=16),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+    )
 
 
 @pytest.fixture(scope="session")

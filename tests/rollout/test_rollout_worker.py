@@ -6,32 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
 from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import Episode, MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
 
 
-@pytest.fixture(scope="module")
-def config(make_model, make_tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    make_model().save_pretrained(folder)
-    make_tokenizer(64, eos_token="w3").save_pretrained(folder)
-    return Config(
-        run=RunConfig(seed=4, eval_temperature=0),
-        model=ModelConfig(path=str(folder)),
-        data=DataConfig(source="problems.jsonl"),
-        rollout=RolloutConfig(group_size=4, slots=2, max_new_tokens=16),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-    )
+@pytest.fixture
+def config(worker_config):
+    return worker_config
 
 
 WORK = [

@@ -8,11 +8,6 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
     RolloutConfig,
     RunConfig,
 )
@@ -27,16 +22,9 @@ WORK = [RolloutWork(prompt_index=0, prompt_ids=np.array([5, 9, 7], np.int32), sa
 
 
 @pytest.fixture
-def config(make_model, make_tokenizer, tmp_path):
-    make_model().save_pretrained(tmp_path / "model")
-    make_tokenizer(64, eos_token="w3").save_pretrained(tmp_path / "model")
-    return Config(
-        run=RunConfig(seed=4, dir=str(tmp_path / "run")),
-        model=ModelConfig(path=str(tmp_path / "model")),
-        data=DataConfig(source="problems.jsonl"),
-        rollout=RolloutConfig(group_size=6, slots=2, max_new_tokens=40, speculate="7"),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-    )
+def config(worker_config, tmp_path):
+    own = RolloutConfig(group_size=6, slots=2, max_new_tokens=40, speculate="7")
+    return replace(worker_config, run=RunConfig(seed=4, dir=str(tmp_path / "run")), rollout=own)
 
 
 def sampled(config, index):

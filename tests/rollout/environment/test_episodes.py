@@ -71,14 +71,20 @@ def sampled(tokenizer, text, sample=None):
     return sample
 
 
+def answered(episodes, host, reply):
+    """What the engine is given once the first trajectory's environment has replied."""
+    host.answers.put((0, reply))
+    [answer] = episodes.take(wait_s=0)
+    return answer
+
+
 def test_calls_are_asked_for_and_their_answers_are_observed():
     episodes, host, tokenizer = make()
     sample = sampled(tokenizer, CALL)
     episodes.end(sample, "stop")
     assert host.opened == {0: (11, {"answer": "5"})} and host.asked == [(0, "call", [("add", {"a": 2})])]
     assert episodes.take(wait_s=0) == []
-    host.answers.put((0, {"said": ["It is 2."], "failed": 0, "lists": {"0": [2]}}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": ["It is 2."], "failed": 0, "lists": {"0": [2]}})
     behind = "\n<|im_start|>tool\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(answer.observed) == behind and answer.episode is None
     sample.tokens.extend(answer.observed)
@@ -90,8 +96,7 @@ def test_calls_are_asked_for_and_their_answers_are_observed():
         {"role": "assistant", "content": "It is 2."},
     ]
     assert host.asked[1:] == [(0, "reward", messages)]
-    host.answers.put((0, {"reward": 0.5, "functions": {"mine": 0.25}, "reported": {"mine/calls": 1.0}}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"reward": 0.5, "functions": {"mine": 0.25}, "reported": {"mine/calls": 1.0}})
     episode = answer.episode
     assert (episode.reward, episode.turns, episode.calls, episode.failure) == (0.5, 2, 1, "")
     assert (episode.messages, episode.function_rewards) == (messages, {"mine": 0.25})
@@ -129,16 +134,14 @@ def test_a_program_is_given_the_calls_of_the_tools_that_it_offers():
     episodes.end(sample, "stop")
     size, second = len(sample.tokens), CALL.replace("add", "sub")
     assert host.asked == [(0, "act", "Let me see.", False, [("add", {"a": 2})], ([], [], "stop", 1, size))]
-    host.answers.put((0, {"said": "", "answers": ["It is 2."], "reward": 0.0, "ended": False}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "", "answers": ["It is 2."], "reward": 0.0, "ended": False})
     assert tokenizer.decode(answer.observed) == "\n<|im_start|>tool\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
     sample.tokens.extend(answer.observed)
     before = 1 + len(sample.tokens)
     episodes.end(sampled(tokenizer, second, sample), "stop")  # no such tool: text, as it stands
     said = ([], [], "stop", before, 1 + len(sample.tokens) - before)
     assert host.asked[1:] == [(0, "act", second.removesuffix("<|im_end|>"), False, [], said)]
-    host.answers.put((0, {"said": "", "reward": 1.0, "ended": True}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "", "reward": 1.0, "ended": True})
     assert (answer.episode.reward, answer.episode.turns, answer.episode.calls) == (1.0, 2, 1)
 
 
@@ -156,15 +159,13 @@ def test_a_program_that_asks_by_token_ids_is_given_and_gives_them():
     episodes.end(sample, "stop")
     left, right = (tokenizer(text)["input_ids"] for text in ("left", "right"))
     assert host.asked == [(0, "act", "left", False, [], (left, [-0.5] * 4, "stop"))]
-    host.answers.put((0, {"said": "", "reward": 0.0, "ended": False, "token_ids": [3, 4]}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "", "reward": 0.0, "ended": False, "token_ids": [3, 4]})
     assert answer.observed == [3, 4] and answer.episode is None
     sample.tokens.extend(answer.observed)
     sample.logprobs += [float("nan")] * 2 + [-0.25] * 5
     episodes.end(sampled(tokenizer, "right", sample), "length")
     assert host.asked[1:] == [(0, "act", "right", True, [], (right, [-0.25] * 5, "length"))]
-    host.answers.put((0, {"said": "", "reward": 1.0, "ended": True}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "", "reward": 1.0, "ended": True})
     assert (answer.episode.reward, answer.episode.turns) == (1.0, 2)
     assert [each["content"] for each in answer.episode.messages] == ["left", tokenizer.decode([3, 4]), "right"]
 
@@ -175,8 +176,7 @@ def test_token_ids_that_the_tokenizer_does_not_have_fail_their_trajectory(ids):
     sample = sampled(tokenizer, "left")
     sample.logprobs = [-0.5] * 4
     episodes.end(sample, "stop")
-    host.answers.put((0, {"said": "", "reward": 0.0, "ended": False, "token_ids": ids}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "", "reward": 0.0, "ended": False, "token_ids": ids})
     assert answer.episode.reward is None and answer.episode.failure.startswith("token_ids must be from 0 to 258, got ")
 
 
@@ -185,8 +185,7 @@ def test_of_too_many_token_ids_the_middle_is_left_out():
     sample = sampled(tokenizer, "left")
     sample.logprobs = [-0.5] * 4
     episodes.end(sample, "stop")
-    host.answers.put((0, {"said": "", "reward": 0.0, "ended": False, "token_ids": [*range(1, 30)]}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "", "reward": 0.0, "ended": False, "token_ids": [*range(1, 30)]})
     assert answer.observed == [*range(1, 9), *tokenizer(episodes_module.CUT)["input_ids"], *range(22, 30)]
 
 
@@ -201,8 +200,7 @@ def test_the_last_turn_calls_nothing_any_more(reason):
 def test_what_fails_ends_the_episode_without_a_reward():
     episodes, host, tokenizer = make()
     episodes.end(sampled(tokenizer, CALL), "stop")
-    host.answers.put((0, {"failed": "its process ended"}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"failed": "its process ended"})
     assert (answer.episode.reward, answer.episode.failure) == (None, "its process ended") and host.ended == [0]
 
 
@@ -230,8 +228,7 @@ def test_an_observation_that_cannot_be_shown_fails_its_trajectory_alone():
     episodes, host, tokenizer = make("actions")
     episodes.end(sampled(tokenizer, "left<|im_end|>"), "stop")
     said = "infsample-rl-stands-for-what-was-sampled"  # the template is asked by it
-    host.answers.put((0, {"said": said, "reward": 0.5, "ended": False}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": said, "reward": 0.5, "ended": False})
     assert answer.observed == [] and answer.episode.reward is None and host.ended == [0]
     assert "does not show an assistant's turn as it was sampled" in answer.episode.failure
 
@@ -241,13 +238,11 @@ def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
     assert host.asked == [(0, "act", "left", False)]
-    host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "a wall", "reward": 0.25, "ended": False})
     assert tokenizer.decode(answer.observed) == "\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
     sample.tokens.extend(answer.observed)
     episodes.end(sampled(tokenizer, "right<|im_end|>", sample), "stop")
-    host.answers.put((0, {"said": "out", "reward": 1.0, "ended": True}))
-    episode = episodes.take(wait_s=0)[0].episode
+    episode = answered(episodes, host, {"said": "out", "reward": 1.0, "ended": True}).episode
     assert (episode.reward, episode.unfit_tokens) == (1.25, 0)
 
 
@@ -260,8 +255,7 @@ def test_a_program_that_waits_for_a_turn_without_room_is_told_and_gives_its_rewa
     episodes.end(sample, "length")
     none = ([], [], "length", 1 + len(sample.tokens), 0)
     assert host.asked == [(0, "act", "left", False, [], ([], [], "stop", 1, 5)), (0, "act", None, True, [], none)]
-    host.answers.put((0, {"said": "", "reward": 0.5, "ended": True}))
-    episode = episodes.take(wait_s=0)[0].episode
+    episode = answered(episodes, host, {"said": "", "reward": 0.5, "ended": True}).episode
     assert (episode.reward, episode.turns, episode.turn_rewards) == (0.5, 1, [0.5])
 
 
@@ -313,8 +307,9 @@ def test_a_call_that_goes_on_for_too_long_is_cut_and_one_that_waits_for_its_turn
     sample = sampled(tokenizer, said)
     episodes.end(sample, "stop")
     clock[0] += 4.0
-    host.answers.put((0, {"said": "", "reward": 0.25, "ended": False} if acts else {"said": ["2"], "failed": 0}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(
+        episodes, host, {"said": "", "reward": 0.25, "ended": False} if acts else {"said": ["2"], "failed": 0}
+    )
     clock[0] += 50.0  # its policy's turn
     assert episodes.take(wait_s=0) == []
     sample.tokens.extend(answer.observed)
@@ -347,8 +342,7 @@ def test_an_observation_that_had_no_room_is_no_turn():
 def test_a_long_observation_loses_its_middle():
     episodes, host, tokenizer = make("actions", max_observation_tokens=16)
     episodes.end(sampled(tokenizer, "go<|im_end|>"), "stop")
-    host.answers.put((0, {"said": "first " + "x" * 100 + " last", "reward": 0, "ended": False}))
-    [answer] = episodes.take(wait_s=0)
+    answer = answered(episodes, host, {"said": "first " + "x" * 100 + " last", "reward": 0, "ended": False})
     assert "user\nfirst xx\n[...]\nxxx last<|im_end|>" in tokenizer.decode(answer.observed)
 
 
