@@ -521,6 +521,15 @@ def test_what_a_preset_sets_is_read(objective):
     assert setting_warnings(load_config([f"objective={objective}"])) == []
 
 
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+QWEN = Qwen3Config(**SHAPE)
+
+
+def start_table_of(config, architecture=QWEN):
+    """What is told before a run of such a model."""
+    return dict(derived_table(config, architecture, total_steps=1, step=0, num_rows={"": 8}))
+
+
 def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     config = load_config(
         ["rollout.kv_dtype=int8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"]
@@ -534,8 +543,7 @@ def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     qwen = Qwen3Config(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     assert kv_bytes_per_token(qwen, "bfloat16") == 114_688
     assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 61_376  # 4,032 of them scales
-    table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))
-    assert table["KV of a token"] == "61,376 bytes (int8 with scales; 114,688 in bfloat16)"
+    assert start_table_of(config, qwen)["KV of a token"] == "61,376 bytes (int8 with scales; 114,688 in bfloat16)"
 
 
 @pytest.mark.parametrize(
@@ -572,8 +580,7 @@ def test_prefixes_are_the_papers_where_a_schedule_waits_for_predictions(settings
 )
 def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
     config = load_config(overrides)
-    qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
-    assert dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))["length predictor"] == text
+    assert start_table_of(config)["length predictor"] == text
     assert config.rollout.probes == text.startswith("probe")
 
 
@@ -595,20 +602,15 @@ def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
 )
 def test_who_gets_what_of_a_run_is_told(logging, sent, monkeypatch):
     monkeypatch.setattr(start_table, "check_trackers", lambda config: config.logging.wandb)
-    qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
-    assert dict(derived_table(load_config(logging), qwen, total_steps=1, step=0, num_rows={"": 8}))["sent away"] == sent
+    assert start_table_of(load_config(logging))["sent away"] == sent
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_model_without_kernels_is_told_of_at_start(gpus):
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     config = load_config([f"cluster.rollout_gpus={gpus}"])
-
-    def schedule(architecture):
-        return dict(derived_table(config, architecture, total_steps=1, step=0, num_rows={"": 8}))["schedule"]
-
-    assert schedule(Qwen3MoeConfig(**sizes)).endswith("own modules: there are no kernels for qwen3_moe")
-    assert "modules" not in schedule(Qwen3Config(**sizes))
+    said = start_table_of(config, Qwen3MoeConfig(**SHAPE))["schedule"]
+    assert said.endswith("own modules: there are no kernels for qwen3_moe")
+    assert "modules" not in start_table_of(config)["schedule"]
 
 
 def test_value_with_equals_sign_works_when_quoted():
@@ -620,18 +622,23 @@ def test_dictionary_settings_take_new_keys_without_a_plus(written):
     assert load_config([f"data.chat_template_kwargs{written}"]).data.chat_template_kwargs == {"enable_thinking": False}
 
 
+def write_experiment(folder, text, name="mine"):
+    """One's own experiment below a folder; its path."""
+    path = folder / "experiment" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, errors="surrogateescape")
+    return path
+
+
+OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
+
+
 def test_a_users_own_folder_adds_choices(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\nrun: {name: mine}\ndata: {source: gsm8k}\nmodel: {path: x}\n"
-    )
+    write_experiment(tmp_path, OWN + "run: {name: mine}\n")
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "wide.yaml").write_text("slots: 16\n")
     config = load_config(["+experiment=mine", "rollout=wide", "reward=gsm8k"], str(tmp_path))
     assert (config.run.name, config.rollout.slots) == ("mine", 16)
-
-
-OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
 
 
 @pytest.mark.parametrize(
@@ -671,35 +678,30 @@ OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
     ],
 )
 def test_a_mistake_in_ones_own_file_names_the_file(text, said, tmp_path):
-    path = tmp_path / "experiment" / "mine.yaml"
-    path.parent.mkdir()
-    path.write_text(text, errors="surrogateescape")
+    path = write_experiment(tmp_path, text)
     with pytest.raises(ConfigError) as refused:
         load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
     assert said.format(path) in str(refused.value)
 
 
 def test_a_mistake_is_blamed_on_the_file_that_was_chosen(tmp_path):
-    (tmp_path / "experiment").mkdir()
     for name in ("mine", "other"):
-        (tmp_path / "experiment" / f"{name}.yaml").write_text(OWN + "rollout: {grop_size: 8}")
+        write_experiment(tmp_path, OWN + "rollout: {grop_size: 8}", name)
     with pytest.raises(ConfigError, match=r"group_size\? \(in [^,]*mine.yaml\)$"):
         load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
 
 
 def test_a_name_that_values_refer_to_is_ones_own(tmp_path):
-    (tmp_path / "experiment").mkdir()
     text = OWN + "size: 4\nsteps: {few: 3}\nrollout: {group_size: '${size}'}\nrun: {steps: '${steps.few}'}"
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    write_experiment(tmp_path, text)
     config = load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
     assert (config.rollout.group_size, config.run.steps) == (4, 3)
 
 
 def test_what_the_experiment_that_another_is_made_of_sets_is_its_own(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    parent, child = (tmp_path / "experiment" / f"{name}.yaml" for name in ("mine", "mine_paper"))
-    parent.write_text(OWN + "rollout: {temperature: 20}")
-    child.write_text("# @package _global_\ndefaults: [mine, {override /rollout: paper}]\nrun: {name: child}")
+    parent = write_experiment(tmp_path, OWN + "rollout: {temperature: 20}")
+    text = "# @package _global_\ndefaults: [mine, {override /rollout: paper}]\nrun: {name: child}"
+    write_experiment(tmp_path, text, "mine_paper")
     with pytest.raises(ConfigError, match=f"the nearest that works is 10; {parent} sets rollout.temperature$"):
         load_config(["+experiment=mine_paper", "reward=gsm8k"], str(tmp_path))
     with pytest.raises(ConfigError, match=r"kk_qwen3_8b.yaml sets run.epochs, .*|got 2") as refused:
@@ -781,11 +783,12 @@ def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypat
 
 def test_functions_and_sources_are_given_by_name_alone_on_the_command_line_and_in_yaml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    (tmp_path / "mine" / "experiment" / "two.yaml").write_text(
+    write_experiment(
+        tmp_path / "mine",
         "# @package _global_\ndefaults: [{override /model: kk_tiny}, {override /objective: no_kl}]\n"
         "reward: {functions: [kk, rewards.py:short]}\nlearner: {max_tokens_per_micro_batch: 4096}\n"
-        "data: {sources: [kk_tiny, {source: sums.jsonl, weight: 2, reward: [short, 'other.py:f']}]}\n"
+        "data: {sources: [kk_tiny, {source: sums.jsonl, weight: 2, reward: [short, 'other.py:f']}]}\n",
+        "two",
     )
     alone = load_config(["reward.functions=[kk, rewards.py:short]"])
     assert alone.reward.functions == [
