@@ -90,17 +90,24 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(f"{spent / 60:6.1f}  {name}")
 
 
-def byte_tokenizer():
-    """256 bytes and three special tokens; <|im_end|> ends a turn."""
+def bytes_and(special: list[str]):
+    """A tokenizer with one token a byte and the special tokens behind them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def byte_tokenizer():
+    """256 bytes and three special tokens; <|im_end|> ends a turn."""
+    from transformers import PreTrainedTokenizerFast
+
+    inner = bytes_and(["<|im_start|>", "<|im_end|>", "<|pad|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
     fast.chat_template = CHATML
     return fast
 
@@ -147,6 +154,12 @@ def sums_file(tmp_path_factory) -> Path:
     return path
 
 
+TINY_RUN = """
+data.eval_source=null data.max_prompt_tokens=64 data.prompts_per_step=3
+rollout.group_size=4 rollout.slots=2 rollout.max_new_tokens=12
+learner.max_tokens_per_micro_batch=128 learner.lr=1e-3 learner.warmup_steps=0
+run.steps=2 cluster.rollout_workers=1 cluster.learner_ranks=1 logging.wandb=disabled
+"""
 REWARD = '''
 def vowels(prompts, completions, answer, **columns):
     """Share of vowels and digits: something a random model's samples differ in."""
@@ -165,6 +178,13 @@ def reward_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
     path.write_text(REWARD)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_qwen3, sums_file, reward_file) -> list[str]:
+    """Settings of a run of seconds: two steps of 3 prompts x G = 4 through 2 slots, a rollout worker and a learner."""
+    inputs = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", f"reward.functions=['{reward_file}:vowels']"]
+    return [*inputs, *TINY_RUN.split()]
 
 
 @pytest.fixture
@@ -209,6 +229,13 @@ def pack_buckets():
         return manifest, [bucket.copy() for bucket in stream_buckets(tensors, manifest, bucket_bytes)]
 
     return pack
+
+
+@pytest.fixture
+def closing():
+    """closing(THING): the thing, which is closed after the test."""
+    with contextlib.ExitStack() as things:
+        yield lambda thing: things.enter_context(contextlib.closing(thing))
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from infsample_rl.commands.disturbance import Target, send
 from infsample_rl.observe.phases import phase_of
@@ -28,16 +31,10 @@ def same_everywhere(row: Row) -> Row:
 
 
 def children(pid: int, name: str) -> list[int]:
-    """Processes that a process has started, of those whose command begins so."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and (folder / "cmdline").read_bytes().startswith(name.encode()):
-                found.append(int(folder.name))
-        except OSError:  # it has ended
-            continue
-    return found
+    """Processes that a process has started, of those whose command begins so; none where one ends meanwhile."""
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children() if " ".join(child.cmdline()).startswith(name)]
+    return []
 
 
 def kill_a_decoding_worker(command: list[str], run: Path, *, child: str | None = None) -> None:

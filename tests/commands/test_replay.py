@@ -25,23 +25,15 @@ from infsample_rl.model.loading import load_model
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-from infsample_rl.types import MicroGroupHeader, RewardResult
+from tests.fakes import header, rewarded
 
 
 @pytest.fixture
-def arguments(tiny_qwen3, sums_file, tmp_path):
+def arguments(tiny_run, tmp_path):
     """Settings of a small run in tmp_path/run."""
-    model = [
-        f"model.path={tiny_qwen3}",
-        f"data.source={sums_file}",
-        "data.eval_source=null",
-        "data.max_prompt_tokens=64",
-    ]
-    sizes = "data.prompts_per_step=3 rollout.group_size=4 rollout.slots=2 rollout.max_new_tokens=24 run.steps=2"
-    update = "learner.max_tokens_per_micro_batch=96 learner.lr=1e-3 objective.kl=k3 objective.kl_coef=0.01"
-    workers = "cluster.learner_ranks=1 cluster.rollout_workers=1"
-    kept = "logging.wandb=disabled logging.record_every=1 run.checkpoint_every=1"
-    return [*model, f"run.dir={tmp_path / 'run'}", *f"{sizes} {update} {workers} {kept}".split()]
+    update = "learner.max_tokens_per_micro_batch=96 objective.kl=k3 objective.kl_coef=0.01"
+    kept = "logging.record_every=1 run.checkpoint_every=1"
+    return [*tiny_run, "rollout.max_new_tokens=24", f"run.dir={tmp_path / 'run'}", *f"{update} {kept}".split()]
 
 
 @pytest.fixture
@@ -59,15 +51,12 @@ def recorded_run(arguments, tmp_path):
     for completions in engine.stream([prompt.token_ids.tolist() for prompt in prompts], seed=0):
         key, lengths = len(micro_groups), [len(completion.token_ids) for completion in completions]
         micro_groups.append(completions)
+        told = {"lengths": lengths, "finish_reasons": [completion.finish_reason for completion in completions]}
         indices = [completion.sample_index for completion in completions]
-        reasons = [completion.finish_reason for completion in completions]
-        known = {"prompt_index": completions[0].prompt_index, "policy_version": 0, "finished_at": 0.0}
-        header = MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known)
-        groups.add_micro_group(key, header)
+        groups.add_micro_group(key, header(completions[0].prompt_index, indices, **told))
         sums = [int(completion.token_ids.sum()) for completion in completions]
         rewards = [None if value % 5 == 0 else float(value % 11) for value in sums]
-        result = RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0)
-        groups.add_rewards(key, result)
+        groups.add_rewards(key, rewarded(*rewards))
     trained = groups.take_complete()
     rows = [[spec] for group in trained for spec in trainable_specs(group, config)]
     learner_config = load_config([*arguments, "reference.placement=learner"])

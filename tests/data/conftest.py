@@ -4,8 +4,10 @@ token."""
 from __future__ import annotations
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import bytes_and
 
 QWEN_TEMPLATE = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endfor %}"
@@ -20,21 +22,11 @@ LLAMA_TEMPLATE = (
 )
 
 
-def byte_tokenizer(special: list[str]) -> Tokenizer:
-    """A tokenizer with one token a byte and the special tokens behind them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return tokenizer
-
-
 @pytest.fixture(scope="session")
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
     """ChatML with enable_thinking, no BOS, as Qwen3's."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer(["<|im_start|>", "<|im_end|>"]), eos_token="<|im_end|>"
+        tokenizer_object=bytes_and(["<|im_start|>", "<|im_end|>"]), eos_token="<|im_end|>"
     )
     tokenizer.chat_template = QWEN_TEMPLATE
     return tokenizer
@@ -43,7 +35,7 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def llama_tokenizer() -> PreTrainedTokenizerFast:
     """Adds BOS by itself, and its template writes BOS too; refuses system messages."""
-    raw = byte_tokenizer(["<s>", "</s>"])
+    raw = bytes_and(["<s>", "</s>"])
     raw.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
     )

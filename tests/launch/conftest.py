@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,53 +32,27 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def descendants(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
 def end(process: subprocess.Popen, seconds: float = 30) -> None:
     """SIGTERM to a process and, when it does not end, SIGKILL to it and all below it: never to anything that we did not
     start."""
     if process.poll() is not None:
         return
-    tree = descendants(process.pid)
+    tree = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for pid in tree:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    for child in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_qwen3, sums_file, reward_file) -> list[str]:
+def settings(tiny_run) -> list[str]:
     """A run of seconds in two rollout workers and one learner rank."""
-    return [
-        f"model.path={tiny_qwen3}",
-        f"data.source={sums_file}",
-        "data.eval_source=null",
-        "data.max_prompt_tokens=64",
-        f"reward.functions=[{{name: '{reward_file}:vowels'}}]",
-        "data.prompts_per_step=2",
-        "rollout.group_size=4",
-        "rollout.slots=2",
-        "rollout.max_new_tokens=12",
-        "learner.max_tokens_per_micro_batch=128",
-        "learner.warmup_steps=0",
-        "run.checkpoint_every=1",
-        "cluster.rollout_workers=2",
-        "cluster.learner_ranks=1",
-        "logging.wandb=disabled",
-    ]
+    return [*tiny_run, "data.prompts_per_step=2", "run.checkpoint_every=1", "cluster.rollout_workers=2"]
 
 
 @pytest.fixture(scope="module")

@@ -139,9 +139,9 @@ WORKED = "1 + 2 makes three.\n#### 3"
 
 
 @pytest.fixture
-def open_worker(tiny_qwen3, tmp_path):
+def open_worker(tiny_qwen3, tmp_path, closing):
     """Builds a worker over functions of PEERS; every one is closed."""
-    path, workers = tmp_path / "peers.py", []
+    path = tmp_path / "peers.py"
     path.write_text(PEERS)
 
     def build(*functions, answer_field=None):
@@ -157,12 +157,9 @@ def open_worker(tiny_qwen3, tmp_path):
             reward=RewardConfig(functions=listed),
             run=RunConfig(steps=8),
         )
-        workers.append(RewardWorker(config))
-        return workers[-1]
+        return closing(RewardWorker(config))
 
-    yield build
-    for worker in workers:
-        worker.close()
+    return build
 
 
 @pytest.fixture

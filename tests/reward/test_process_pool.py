@@ -20,19 +20,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def open_pool(user_file, tmp_path):
+def open_pool(user_file, tmp_path, closing):
     """Builds a pool of one function, of the user file unless a path is given; every one is closed."""
-    pools = []
 
     def build(name=f"{user_file}:acts", **settings) -> ProcessPool:
         kwargs = {"folder": str(tmp_path)} if name.endswith(":acts") else {}
         functions = [RewardFunctionConfig(name=name, kwargs=kwargs)]
-        pools.append(ProcessPool(RewardConfig(functions=functions, **{"timeout_s": 0.5, **settings}), functions))
-        return pools[-1]
+        return closing(ProcessPool(RewardConfig(functions=functions, **{"timeout_s": 0.5, **settings}), functions))
 
-    yield build
-    for pool in pools:
-        pool.close()
+    return build
 
 
 def submit(pool, *responses):

@@ -38,9 +38,8 @@ def completion_of(worker: RewardWorker, sample_index: int, text: str, episode: E
 
 
 @pytest.fixture
-def open_worker(tiny_qwen3, user_file):
+def open_worker(tiny_qwen3, user_file, closing):
     """Builds a worker from function names (":name" is one of the user file) and closes it after the test."""
-    workers = []
 
     def build(*functions, stop_strings=(), factory=None, teacher=None, **settings) -> RewardWorker:
         entries = [function if isinstance(function, dict) else {"name": function} for function in functions]
@@ -56,12 +55,9 @@ def open_worker(tiny_qwen3, user_file):
             reference=ReferenceConfig(path=teacher),
             reward=RewardConfig(functions=listed, **settings),
         )
-        workers.append(RewardWorker(config))
-        return workers[-1]
+        return closing(RewardWorker(config))
 
-    yield build
-    for worker in workers:
-        worker.close()
+    return build
 
 
 def test_completions_are_decoded_without_special_tokens(open_worker):

@@ -14,31 +14,12 @@ from tests.real_runs import Run
 
 
 @pytest.fixture(scope="session")
-def command(tiny_qwen3, sums_file, reward_file) -> Callable[..., list[str]]:
-    """The command of two steps of 3 prompts x G = 4 in a folder, with changes to the settings."""
-    settings = [
-        f"model.path={tiny_qwen3}",
-        f"data.source={sums_file}",
-        "data.eval_source=null",
-        "data.max_prompt_tokens=64",
-        f"reward.functions=[{{name: '{reward_file}:vowels'}}]",
-        "data.prompts_per_step=3",
-        "rollout.group_size=4",
-        "rollout.slots=2",
-        "rollout.micro_group_size=1",
-        "rollout.max_new_tokens=48",
-        "learner.max_tokens_per_micro_batch=128",
-        "learner.lr=1e-3",
-        "learner.warmup_steps=0",
-        "run.checkpoint_every=0",
-        "run.steps=2",
-        "cluster.rollout_workers=1",
-        "cluster.learner_ranks=1",
-        "logging.wandb=disabled",
-    ]
+def command(tiny_run) -> Callable[..., list[str]]:
+    """The command of tiny_run in a folder, of longer samples and without checkpoints, with changes to the settings."""
+    own = ["rollout.micro_group_size=1", "rollout.max_new_tokens=48", "run.checkpoint_every=0"]
 
     def of(folder: Path, *changes: str) -> list[str]:
-        return [sys.executable, "-m", "infsample_rl.main", *settings, f"run.dir={folder}", *changes]
+        return [sys.executable, "-m", "infsample_rl.main", *tiny_run, *own, f"run.dir={folder}", *changes]
 
     return of
 

@@ -16,29 +16,10 @@ from tests.observe.logged import undescribed
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_qwen3, sums_file, reward_file) -> list[str]:
-    """A run of seconds: 3 prompts x G = 4 through 2 slots, 2 rollout workers, 2 learner ranks."""
-    return [
-        f"model.path={tiny_qwen3}",
-        f"data.source={sums_file}",
-        f"data.eval_source={sums_file}",
-        "data.max_prompt_tokens=64",
-        f"reward.functions=[{{name: '{reward_file}:vowels'}}]",
-        "data.prompts_per_step=3",
-        "rollout.group_size=4",
-        "rollout.slots=2",
-        "rollout.max_new_tokens=12",
-        "learner.max_tokens_per_micro_batch=128",
-        "learner.lr=1e-3",
-        "learner.warmup_steps=0",
-        "run.eval_prompts=2",
-        "run.eval_every=0",
-        "run.checkpoint_every=1",
-        "run.steps=2",
-        "cluster.rollout_workers=2",
-        "cluster.learner_ranks=2",
-        "logging.wandb=disabled",
-    ]
+def settings(tiny_run, sums_file) -> list[str]:
+    """A run of seconds in 2 rollout workers and 2 learner ranks."""
+    evaluation = [f"data.eval_source={sums_file}", "run.eval_prompts=2", "run.eval_every=0"]
+    return [*tiny_run, *evaluation, "run.checkpoint_every=1", "cluster.rollout_workers=2", "cluster.learner_ranks=2"]
 
 
 def command(arguments: list[str]) -> list[str]:
