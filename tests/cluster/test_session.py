@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +27,7 @@ from infsample_rl.cluster.session import Session
 from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config.loading import load_config
 from infsample_rl.main import main
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = {"num_cpus": 4, "num_gpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -81,16 +81,9 @@ def two_nodes(raylets):
     ray.shutdown()
 
 
-def wait_for(what) -> None:
-    deadline = time.monotonic() + 90
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def wait_for_nodes(count: int) -> None:
     """Until Ray knows of just so many."""
-    wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == count)
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == count, 90)
 
 
 @ray.remote
@@ -214,9 +207,9 @@ def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_f
         filler = Probe.options(num_cpus=free, scheduling_strategy=on_head).remote({})
         assert ray.get(filler.where.remote())[0] == stays
     two_nodes.remove_node(lost, allow_graceful=False)
-    wait_for(lambda: mine.node_of("rollout", there) != lost.node_id)  # a place on a lost node is none
+    wait_until(lambda: mine.node_of("rollout", there) != lost.node_id, 90)  # a place on a lost node is none
     patiently(lambda: two_nodes.add_node(**SECOND))
-    wait_for(lambda: all(mine.node_of(*worker) for worker in mine._bundles))  # Ray found places on the new node
+    wait_until(lambda: all(mine.node_of(*worker) for worker in mine._bundles), 90)  # Ray found places on the new node
     assert mine.node_of("rollout", there) not in mine._proven and mine.check_new_nodes()
     assert mine.node_of("rollout", there) in mine._proven and not list(tmp_path.iterdir())
 

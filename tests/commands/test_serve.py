@@ -2,92 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-import numpy as np
 import openai
 import pytest
 import yaml
 
-from infsample_rl.commands.serve.__main__ import ServeOptions, build, main
-from infsample_rl.commands.serve.listening import serve
+from infsample_rl.commands.serve.__main__ import build, main
 from infsample_rl.commands.serve.request_queue import QueueFull, Waiting
 from infsample_rl.commands.serve.server import Server
 from infsample_rl.config.loading import load_config
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-from infsample_rl.types import Completion
 from tests.data.test_turns import ADD, HERMES
-
-KEY = "a key"
-OPTIONS = ServeOptions(rows=4, waiting=3, max_new_tokens=24, name="tiny")
-ASKED = [{"role": "user", "content": "1 + 1 = ?"}]
-
-
-@dataclass
-class Running:
-    """A server in a thread of its own."""
-
-    server: Server
-    url: str
-
-    def post(self, path: str, body: object, key: str = KEY) -> tuple[int, dict]:
-        """Status and JSON."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Authorization": f"Bearer {key}"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key=KEY, max_retries=0, timeout=60, **options)
-
-
-def start(server: Server) -> tuple[Running, Callable[[], None]]:
-    """A server that answers, and what ends it."""
-    loop, listening = asyncio.new_event_loop(), socket.create_server(("127.0.0.1", 0))
-    task = loop.create_task(serve(server.app, listening))
-
-    def run():
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        loop.close()
-
-    def stop():
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join(60)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return Running(server, f"http://127.0.0.1:{listening.getsockname()[1]}"), stop
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def running(tiny_qwen3):
-    found, stop = start(build(str(tiny_qwen3), OPTIONS, [], KEY))
-    yield found
-    stop()
-
-
-def chat(running, **given):
-    return running.client().chat.completions.create(model="tiny", messages=ASKED, **given)
+from tests.served import ASKED, KEY, OPTIONS, chat, start
+from tests.tiny_models import finished
+from tests.waiting import wait_until
 
 
 def engines_own(running, prompt_ids, *, seed, count, max_tokens, temperature):
@@ -258,10 +189,7 @@ class StandIn:
         waiting = Waiting(request)
         self.asked.append(waiting)
         if self.token_ids:
-            ids = np.array(self.token_ids, np.int32)
-            arrays = {"token_ids": ids, "logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None}
-            place = {"prompt_index": 0, "sample_index": 0, "finish_reason": "stop", "policy_version": 0}
-            waiting.completions.set_result([Completion(**arrays, **place)])
+            waiting.completions.set_result([finished(0, 0, self.token_ids, 0.0)])
         return waiting
 
     def close(self) -> None:
@@ -312,7 +240,7 @@ def test_a_full_line_is_429_and_a_client_that_goes_away_is_not_waited_for(stand_
     queue.is_full, queue.token_ids = False, []
     with pytest.raises(openai.APITimeoutError):
         running.client().with_options(timeout=0.5).chat.completions.create(model="tiny", messages=ASKED)
-    wait_for(lambda: queue.asked[-1].is_abandoned)
+    wait_until(lambda: queue.asked[-1].is_abandoned)
 
 
 def test_settings_that_cannot_be_end_with_status_2(tiny_qwen3, refused):

@@ -9,18 +9,10 @@ import urllib.request
 
 import pytest
 
-from infsample_rl.commands.serve.__main__ import build
-from tests.commands.test_serve import ASKED, KEY, OPTIONS, start
 from tests.raw_http import BAD_SIZES, ask, give_up, head
+from tests.served import ASKED, KEY
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def running(tiny_qwen3):
-    found, stop = start(build(str(tiny_qwen3), OPTIONS, [], KEY))
-    yield found
-    stop()
 
 
 @pytest.fixture

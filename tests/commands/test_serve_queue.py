@@ -5,24 +5,16 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-import numpy as np
 import openai
 import pytest
 
-from infsample_rl.commands.serve.__main__ import build
 from infsample_rl.commands.serve.parameters import WITHOUT_SEED, SampleRequest, SamplingParameters
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue
 from infsample_rl.commands.serve.server import Server
 from infsample_rl.rollout.engine.sampler import EVALUATION, sample_key
-from infsample_rl.types import Completion
-from tests.commands.test_serve import KEY, OPTIONS, chat, start, wait_for
-
-
-@pytest.fixture(scope="module")
-def running(tiny_qwen3):
-    found, stop = start(build(str(tiny_qwen3), OPTIONS, [], KEY))
-    yield found
-    stop()
+from tests.served import chat, start
+from tests.tiny_models import finished
+from tests.waiting import wait_until
 
 
 class GatedEngine:
@@ -41,10 +33,8 @@ class GatedEngine:
         assert self.may_go_on.acquire(timeout=60)
         if any(len(ids) == 2 for ids in prompts):
             raise ValueError("it does not fit")
-        ids = np.array([5], np.int32)
-        arrays = {"token_ids": ids, "logprobs": np.zeros(1, np.float32), "sampling_logprobs": None}
         for index in prompt_indices:
-            yield [Completion(prompt_index=index, sample_index=0, finish_reason="stop", policy_version=0, **arrays)]
+            yield [finished(index, 0, [5], 0.0)]
 
 
 def test_a_client_that_goes_away_costs_its_companions_nothing(running):
@@ -61,7 +51,7 @@ def test_a_client_that_goes_away_costs_its_companions_nothing(running):
     for timeout in (60, 60, 2, 60):
         threads.append(threading.Thread(target=ask, args=(timeout,)))
         threads[-1].start()
-        wait_for(lambda: engine.entered.is_set() and len(queue._line) == len(threads) - 1)
+        wait_until(lambda: engine.entered.is_set() and len(queue._line) == len(threads) - 1)
     engine.may_go_on.release()
     threads[2].join(60)  # it was at the engine with two others
     engine.may_go_on.release()
