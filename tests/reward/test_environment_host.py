@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import site
+import sys
 import time
 import venv
 from dataclasses import replace
@@ -21,6 +22,7 @@ from infsample_rl.reward import environment_host
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost, _is_reply
 from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import EpisodeStart
+from tests.waiting import wait_until
 
 COUNTER = '''
 import asyncio, contextlib, json, os, signal, subprocess, time
@@ -347,6 +349,16 @@ def host(file):
     made.close()
 
 
+@pytest.fixture
+def open_host(closing):
+    """Opens a host of a config, or of these settings of its environment; every one is closed."""
+
+    def build(config=None, python=sys.executable, **environment):
+        return closing(EnvironmentHost(config or config_of(**environment), python))
+
+    return build
+
+
 def answers(host, count, seconds=30.0):
     found = {}
     deadline = time.monotonic() + seconds
@@ -354,6 +366,11 @@ def answers(host, count, seconds=30.0):
         key, reply = host.answers.get(timeout=max(0.1, deadline - time.monotonic()))
         found[key] = reply
     return found
+
+
+def reply_to(host, key, *request):
+    host.ask(key, *request)
+    return answers(host, 1)[key]
 
 
 def sleeps(host, seconds="1234"):
@@ -366,16 +383,12 @@ def sleeps(host, seconds="1234"):
 
 
 def wait_until_none_sleeps(host):
-    deadline = time.monotonic() + 20.0
-    while sleeps(host):
-        assert time.monotonic() < deadline, "what a trajectory has started lives on after its end"
-        time.sleep(0.05)
+    wait_until(lambda: not sleeps(host), 20.0, "what a trajectory has started does not end")
 
 
 def asked(host, *request, key="one", target=5, end=True):
     host.open(key, EpisodeStart(7, {"target": target}))
-    host.ask(key, request)
-    reply = answers(host, 1)[key]
+    reply = reply_to(host, key, request)
     if end:
         host.end(key)
     return reply
@@ -398,8 +411,7 @@ def test_an_episode_opens_keeps_its_state_and_is_rewarded(host):
     reply = asked(host, "call", [("add", {"amount": 2}), ("add", {"amount": 3})], end=False)
     assert host.num_replies == before + 3, "who it is, that it has begun, and its answer"
     assert reply == {"said": ["The total is 2.", "The total is 5."], "failed": 0}
-    host.ask("one", ("reward", []))
-    assert answers(host, 1)["one"] == {"reward": 1.0, "functions": {}, "reported": {}}
+    assert reply_to(host, "one", ("reward", [])) == {"reward": 1.0, "functions": {}, "reported": {}}
     host.end("one")
 
 
@@ -429,26 +441,20 @@ SHARED = "a worker's environments share reward.memory_limit="
 @pytest.mark.parametrize(("how", "said"), [("exit", "exit code 3"), ("killed", f"killed by SIGKILL; {SHARED}4GB")])
 def test_a_process_that_ends_says_how_and_costs_its_own_episode(host, how, said):
     host.open("other", EpisodeStart(1, {"target": 3}))
-    host.ask("other", ("call", [("add", {"amount": 3})]))
-    assert answers(host, 1)["other"]["said"] == ["The total is 3."]
+    assert reply_to(host, "other", ("call", [("add", {"amount": 3})]))["said"] == ["The total is 3."]
     assert asked(host, "call", [("misbehave", {"how": how})]) == {"failed": f"its process died ({said})"}
-    host.ask("other", ("reward", []))
-    assert answers(host, 1)["other"] == {"reward": 1.0, "functions": {}, "reported": {}}
+    assert reply_to(host, "other", ("reward", [])) == {"reward": 1.0, "functions": {}, "reported": {}}
     host.end("other")
 
 
-def test_where_environments_hold_too_much_together_the_largest_alone_is_ended(file):
+def test_where_environments_hold_too_much_together_the_largest_alone_is_ended(open_host, file):
     config = config_of(factory=f"{file}:Counter")
-    host = EnvironmentHost(replace(config, reward=replace(config.reward, memory_limit="800MB")))
-    try:
-        assert asked(host, "call", [("misbehave", {"how": "hold100"})], key="small", target=0, end=False)["said"]
-        pid = host._episodes["small"].pid
-        calls = [("misbehave", {"how": "hold550"}), ("slowly", {"seconds": 1234})]
-        assert asked(host, "call", calls) == {"failed": f"its process died (killed by SIGKILL; {SHARED}800MB)"}
-        host.ask("small", ("reward", []))
-        assert answers(host, 1)["small"]["reward"] == 1.0 and host._episodes["small"].pid == pid
-    finally:
-        host.close()
+    host = open_host(replace(config, reward=replace(config.reward, memory_limit="800MB")))
+    assert asked(host, "call", [("misbehave", {"how": "hold100"})], key="small", target=0, end=False)["said"]
+    pid = host._episodes["small"].pid
+    calls = [("misbehave", {"how": "hold550"}), ("slowly", {"seconds": 1234})]
+    assert asked(host, "call", calls) == {"failed": f"its process died (killed by SIGKILL; {SHARED}800MB)"}
+    assert reply_to(host, "small", ("reward", []))["reward"] == 1.0 and host._episodes["small"].pid == pid
 
 
 def test_a_reply_that_the_environment_forged_fails_its_episode_alone(host):
@@ -495,84 +501,62 @@ def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
     with pytest.raises(EnvironmentFailed, match="no such target"):
         host.opening(0, {"target": "broken"})
     asked(host, "call", [("add", {"amount": -1})], end=False)
-    host.ask("one", ("reward", []))
-    assert "the reward returned nan" in answers(host, 1)["one"]["failed"]
+    assert "the reward returned nan" in reply_to(host, "one", ("reward", []))["failed"]
     host.end("one")
 
 
-def test_gymnasiums_form_is_told_by_its_step(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
-    try:
-        assert (host.form, host.tools) == ("actions", {"": []})
-        assert host.opening(3, {"target": 9}) == "seed 3, 9"
-        assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
-        host.ask("one", ("act", "right"))
-        assert answers(host, 1)["one"]["ended"] is True
-    finally:
-        host.close()
+def test_gymnasiums_form_is_told_by_its_step(open_host, file):
+    host = open_host(factory=f"{file}:Game")
+    assert (host.form, host.tools) == ("actions", {"": []})
+    assert host.opening(3, {"target": 9}) == "seed 3, 9"
+    assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
+    assert reply_to(host, "one", ("act", "right"))["ended"] is True
 
 
-def test_a_program_calls_the_policy_itself(file):
+def test_a_program_calls_the_policy_itself(open_host, file):
     prompt = [{"role": "user", "content": "5 7"}]
-    host = EnvironmentHost(config_of(factory=f"{file}:Play"))
-    try:
-        assert host.form == "program" and host.opening(7, {"target": 5}).messages == prompt
-        host.open("one", EpisodeStart(7, {"target": 5}, messages=prompt))
-        for request, said in ((("act", "left", False), "you said left"), (("act", "right", False), "")):
-            host.ask("one", request)
-            assert answers(host, 1)["one"] == {"said": said, "reward": 0.5 * (not said), "ended": not said}
-        host.open("two", EpisodeStart(7, {"target": 6}, messages=prompt))
-        host.ask("two", ("act", "left", False))
-        assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
-    finally:
-        host.close()
+    host = open_host(factory=f"{file}:Play")
+    assert host.form == "program" and host.opening(7, {"target": 5}).messages == prompt
+    host.open("one", EpisodeStart(7, {"target": 5}, messages=prompt))
+    for request, said in ((("act", "left", False), "you said left"), (("act", "right", False), "")):
+        assert reply_to(host, "one", request) == {"said": said, "reward": 0.5 * (not said), "ended": not said}
+    host.open("two", EpisodeStart(7, {"target": 6}, messages=prompt))
+    assert "it is not its group's prompt" in reply_to(host, "two", ("act", "left", False))["failed"]
 
 
-def test_a_program_offers_tools_and_is_given_their_calls(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Tooled"))
-    try:
-        asked = host.opening(7, {"target": "Twice four?"})
-        assert asked.messages == [{"role": "user", "content": "Twice four?"}]
-        assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
-        host.open("one", EpisodeStart(7, {"target": "Twice four?"}, None, asked.messages, asked.tools))
-        host.ask("one", ("act", "So:", False, [("add", {"amount": 1}), ("add", {"amount": 4})]))
-        assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "answers": ["2", "8"]}
-        host.ask("one", ("act", "8", False))
-        assert answers(host, 1)["one"] == {"said": "", "reward": 1.0, "ended": True}
-        host.open("two", EpisodeStart(7, {"target": "Twice four?"}, None, asked.messages, []))
-        host.ask("two", ("act", "8", False))
-        assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
-    finally:
-        host.close()
+def test_a_program_offers_tools_and_is_given_their_calls(open_host, file):
+    host = open_host(factory=f"{file}:Tooled")
+    asked = host.opening(7, {"target": "Twice four?"})
+    assert asked.messages == [{"role": "user", "content": "Twice four?"}]
+    assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
+    host.open("one", EpisodeStart(7, {"target": "Twice four?"}, None, asked.messages, asked.tools))
+    reply = reply_to(host, "one", ("act", "So:", False, [("add", {"amount": 1}), ("add", {"amount": 4})]))
+    assert reply == {"said": "", "reward": 0.0, "ended": False, "answers": ["2", "8"]}
+    assert reply_to(host, "one", ("act", "8", False)) == {"said": "", "reward": 1.0, "ended": True}
+    host.open("two", EpisodeStart(7, {"target": "Twice four?"}, None, asked.messages, []))
+    assert "it is not its group's prompt" in reply_to(host, "two", ("act", "8", False))["failed"]
 
 
-def test_a_program_may_ask_by_token_ids(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:ByTokens"))
-    try:
-        assert host.opening(7, {"target": 5}) == Asked([], [], [5])
-        host.open("one", EpisodeStart(7, {"target": 5}, None, [], [], [5]))
-        host.ask("one", ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop")))
-        assert answers(host, 1)["one"] == {"said": "", "reward": 0.0, "ended": False, "token_ids": [7]}
-        host.ask("one", ("act", "you", False, [], ([3], [-0.5], "length")))
-        assert answers(host, 1)["one"] == {"said": "", "reward": 25.0, "ended": True}
-        host.open("two", EpisodeStart(7, {"target": 5}, None, [], [], [6]))
-        host.ask("two", ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop")))
-        assert "it is not its group's prompt" in answers(host, 1)["two"]["failed"]
-    finally:
-        host.close()
+def test_a_program_may_ask_by_token_ids(open_host, file):
+    host = open_host(factory=f"{file}:ByTokens")
+    assert host.opening(7, {"target": 5}) == Asked([], [], [5])
+    host.open("one", EpisodeStart(7, {"target": 5}, None, [], [], [5]))
+    first = ("act", "me", False, [], ([1, 2], [-0.5, -0.5], "stop"))
+    assert reply_to(host, "one", first) == {"said": "", "reward": 0.0, "ended": False, "token_ids": [7]}
+    reply = reply_to(host, "one", ("act", "you", False, [], ([3], [-0.5], "length")))
+    assert reply == {"said": "", "reward": 25.0, "ended": True}
+    host.open("two", EpisodeStart(7, {"target": 5}, None, [], [], [6]))
+    assert "it is not its group's prompt" in reply_to(host, "two", first)["failed"]
 
 
 @pytest.mark.parametrize("ids", ["7", [7.0], [-1], [True]])
-def test_token_ids_that_are_none_are_no_reply(file, monkeypatch, ids):
+def test_token_ids_that_are_none_are_no_reply(open_host, file, monkeypatch, ids):
     found = {"said": "", "reward": 0.0, "ended": False, "token_ids": ids}
     assert not _is_reply(found, "act", "me", False, [], ([1], [-0.5], "stop"))
-    host = EnvironmentHost(config_of(factory=f"{file}:ByTokens"))
+    host = open_host(factory=f"{file}:ByTokens")
     monkeypatch.setattr(host, "_receive", lambda episode: {"said": "", "messages": [], "token_ids": ids})
-    try:
-        with pytest.raises(EnvironmentFailed, match="it wrote into the line of its answers"):
-            host.opening(7, {"target": 5})
-    finally:
-        host.close()
+    with pytest.raises(EnvironmentFailed, match="it wrote into the line of its answers"):
+        host.opening(7, {"target": 5})
 
 
 @pytest.mark.parametrize(("answers", "ended", "is_one"), [(2, False, True), (1, False, False), (0, True, True)])
@@ -591,8 +575,7 @@ def test_a_killed_process_is_started_again_and_brought_to_where_it_was(host):
     asked(host, "call", [("add", {"amount": 2})], key="killed", end=False)
     for total in (3, 4):
         os.kill(host._episodes["killed"].pid, signal.SIGKILL)
-        host.ask("killed", ("call", [("add", {"amount": 1})]))
-        assert answers(host, 1)["killed"]["said"] == [f"The total is {total}."]
+        assert reply_to(host, "killed", ("call", [("add", {"amount": 1})]))["said"] == [f"The total is {total}."]
     host.end("killed")
 
 
@@ -602,8 +585,7 @@ def test_a_process_that_begins_late_does_first_what_had_been_asked_before_and_fa
         (("call", [("add", {"amount": 2})]), {"said": [f"The total is {each}."], "failed": 0}) for each in (2, total)
     ]
     host.open("late", EpisodeStart(7, {"target": 5}))
-    host.ask("late", ("call", [("add", {"amount": 1})]), adds)
-    reply = answers(host, 1)["late"]
+    reply = reply_to(host, "late", ("call", [("add", {"amount": 1})]), adds)
     if total == 4:
         assert reply["said"] == ["The total is 5."]
     else:
@@ -611,46 +593,35 @@ def test_a_process_that_begins_late_does_first_what_had_been_asked_before_and_fa
     host.end("late")
 
 
-def test_functions_alone_are_not_called_again_in_a_new_process(file, tmp_path):
-    host = EnvironmentHost(config_of(tools=[f"{file}:note"]))
+def test_functions_alone_are_not_called_again_in_a_new_process(open_host, file, tmp_path):
+    host = open_host(tools=[f"{file}:note"])
     request = ("call", [("note", {"path": str(tmp_path / "notes")})])
-    try:
-        host.open("late", EpisodeStart(7, {}))
-        host.ask("late", request, [(request, {"said": ["1"], "failed": 0})])
-        found = answers(host, 1)["late"]["said"]
-        os.kill(host._episodes["late"].pid, signal.SIGKILL)
-        host.ask("late", request)
-        assert [*found, *answers(host, 1)["late"]["said"]] == ["1", "2"]
-    finally:
-        host.close()
+    host.open("late", EpisodeStart(7, {}))
+    found = reply_to(host, "late", request, [(request, {"said": ["1"], "failed": 0})])["said"]
+    os.kill(host._episodes["late"].pid, signal.SIGKILL)
+    assert [*found, *reply_to(host, "late", request)["said"]] == ["1", "2"]
 
 
-def test_it_is_known_since_when_a_call_runs_and_that_it_waits_for_a_worker(file):
-    host, began = EnvironmentHost(config_of(factory=f"{file}:Counter", workers=1)), time.monotonic()
-    try:
-        for key in range(2):
-            host.open(key, EpisodeStart(0, {"target": 1}))
-            host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
-        while host.called_at(0) is None:
-            time.sleep(0.01)
-        assert host.called_at(0) >= began and host.called_at(1) is None
-        answers(host, 2)
-        assert host.called_at(1) - host.called_at(0) >= 1.0
-    finally:
-        host.close()
+def test_it_is_known_since_when_a_call_runs_and_that_it_waits_for_a_worker(open_host, file):
+    host, began = open_host(factory=f"{file}:Counter", workers=1), time.monotonic()
+    for key in range(2):
+        host.open(key, EpisodeStart(0, {"target": 1}))
+        host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
+    while host.called_at(0) is None:
+        time.sleep(0.01)
+    assert host.called_at(0) >= began and host.called_at(1) is None
+    answers(host, 2)
+    assert host.called_at(1) - host.called_at(0) >= 1.0
 
 
-def test_what_is_not_wanted_any_more_is_not_begun(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Counter", workers=1))
-    try:
-        for key in range(3):
-            host.open(key, EpisodeStart(0, {"target": 1}))
-            host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
-        ended = host._episodes[1]
-        host.end(1)
-        assert set(answers(host, 2)) == {0, 2} and ended.line is None
-    finally:
-        host.close()
+def test_what_is_not_wanted_any_more_is_not_begun(open_host, file):
+    host = open_host(factory=f"{file}:Counter", workers=1)
+    for key in range(3):
+        host.open(key, EpisodeStart(0, {"target": 1}))
+        host.ask(key, ("call", [("slowly", {"seconds": 1.0})]))
+    ended = host._episodes[1]
+    host.end(1)
+    assert set(answers(host, 2)) == {0, 2} and ended.line is None
 
 
 def test_an_environment_that_is_not_wanted_any_more_closes_what_it_holds_within_its_time(file, tmp_path, monkeypatch):
@@ -679,20 +650,16 @@ def server_of(host):
 
 
 @pytest.mark.parametrize("killed", ["the server", "its keeper", "the keeper's stand-in"])
-def test_environments_whose_server_is_killed_go_on_in_another(file, killed, caplog):
-    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
-    try:
-        for number in range(2):
-            asked(host, "act", "left", key=f"before {number}", end=False)
-            [server, keeper, stand_in] = [server_of(host), *server_of(host).parents()[:2]]
-            {"the server": server, "its keeper": keeper}.get(killed, stand_in).kill()
-            server.wait(20.0)
-            assert asked(host, "act", "up", key="after")["said"] == "you said up"
-            host.ask(f"before {number}", ("act", "down"))
-            assert answers(host, 1)[f"before {number}"]["said"] == "you said down"
-        assert host.opening(7, {"target": 5}) == "seed 7, 5"
-    finally:
-        host.close()
+def test_environments_whose_server_is_killed_go_on_in_another(open_host, file, killed, caplog):
+    host = open_host(factory=f"{file}:Game")
+    for number in range(2):
+        asked(host, "act", "left", key=f"before {number}", end=False)
+        [server, keeper, stand_in] = [server_of(host), *server_of(host).parents()[:2]]
+        {"the server": server, "its keeper": keeper}.get(killed, stand_in).kill()
+        server.wait(20.0)
+        assert asked(host, "act", "up", key="after")["said"] == "you said up"
+        assert reply_to(host, f"before {number}", ("act", "down"))["said"] == "you said down"
+    assert host.opening(7, {"target": 5}) == "seed 7, 5"
     assert caplog.text.count("another is started") == 2
     assert ("killed by SIGKILL" if killed == "the server" else "its keeper was killed") in caplog.text
 
@@ -713,23 +680,19 @@ os.fork = limited
 """
 
 
-def test_a_process_that_cannot_be_had_costs_its_own_episode(tmp_path):
+def test_a_process_that_cannot_be_had_costs_its_own_episode(open_host, tmp_path):
     file, full = tmp_path / "limited.py", tmp_path / "limited.py.full"
     file.write_text(COUNTER + LIMITED)
-    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
-    try:
-        asked(host, "act", "left", key="before", end=False)
-        server, pid = host._server, host._episodes["before"].pid
-        full.touch()
-        failed = "no further process: Resource temporarily unavailable; raise the limit of processes (ulimit -u, or "
-        assert asked(host, "act", "up")["failed"].startswith(failed)
-        full.unlink()
-        assert asked(host, "act", "up")["said"] == "you said up"
-        host.ask("before", ("act", "down"))
-        assert answers(host, 1)["before"]["ended"]
-        assert host._server is server and host._episodes["before"].pid == pid
-    finally:
-        host.close()
+    host = open_host(factory=f"{file}:Game")
+    asked(host, "act", "left", key="before", end=False)
+    server, pid = host._server, host._episodes["before"].pid
+    full.touch()
+    failed = "no further process: Resource temporarily unavailable; raise the limit of processes (ulimit -u, or "
+    assert asked(host, "act", "up")["failed"].startswith(failed)
+    full.unlink()
+    assert asked(host, "act", "up")["said"] == "you said up"
+    assert reply_to(host, "before", ("act", "down"))["ended"]
+    assert host._server is server and host._episodes["before"].pid == pid
 
 
 def test_a_host_that_is_closed_starts_no_server_again(file):
@@ -789,61 +752,49 @@ def scores(file):
     return of
 
 
-def test_functions_of_the_rewards_that_take_environments_are_asked_in_their_process(scores):
-    host = EnvironmentHost(scores("total", "said", "another"))
+def test_functions_of_the_rewards_that_take_environments_are_asked_in_their_process(open_host, scores):
+    host = open_host(scores("total", "said", "another"))
     columns = {"target": 5, "prompt": [{"role": "user", "content": "Count."}]}
-    try:
-        found = {}
-        for word in ("5", "6"):
-            host.open(word, EpisodeStart(7, columns))
-            host.ask(word, ("call", [("add", {"amount": 4})]))
-            answers(host, 1)
-            host.ask(word, ("reward", [{"role": "assistant", "content": word}]))
-            found |= answers(host, 1)
-    finally:
-        host.close()
+    found = {}
+    for word in ("5", "6"):
+        host.open(word, EpisodeStart(7, columns))
+        host.ask(word, ("call", [("add", {"amount": 4})]))
+        answers(host, 1)
+        host.ask(word, ("reward", [{"role": "assistant", "content": word}]))
+        found |= answers(host, 1)
     assert [found[word]["functions"] for word in ("5", "6")] == [{"total": 0.8, "said": each} for each in (1.0, None)]
     assert found["5"]["reward"] == 0.0 and found["5"]["reported"] == {"said/turns": 1.0}
 
 
-def test_one_that_raises_fails_its_trajectory_and_one_without_tools_is_refused(scores, file):
-    host = EnvironmentHost(scores("fails"))
-    try:
-        assert "KeyError: 'nothing here'" in asked(host, "reward", [])["failed"]
-    finally:
-        host.close()
+def test_one_that_raises_fails_its_trajectory_and_one_without_tools_is_refused(open_host, scores, file):
+    host = open_host(scores("fails"))
+    assert "KeyError: 'nothing here'" in asked(host, "reward", [])["failed"]
     with pytest.raises(ValueError, match="reward.functions: total takes environments with tools; .*has turns"):
         EnvironmentHost(scores("total", factory=f"{file}:Game"))
 
 
-def test_functions_alone_are_tools(file):
-    host = EnvironmentHost(config_of(tools=[f"{file}:double", f"{file}:rows"]))
-    try:
-        assert host.opening(0, {}) == ""
-        assert asked(host, "call", [("double", {"number": 4})]) == {"said": ["8"], "failed": 0}
-        reply = asked(host, "call", [("double", {"number": 1}), ("rows", {"number": 1})])
-        assert reply == {"said": ["2", "[(0, 'x')]"], "failed": 0, "lists": {"1": [[0, "x"]]}}
-    finally:
-        host.close()
+def test_functions_alone_are_tools(open_host, file):
+    host = open_host(tools=[f"{file}:double", f"{file}:rows"])
+    assert host.opening(0, {}) == ""
+    assert asked(host, "call", [("double", {"number": 4})]) == {"said": ["8"], "failed": 0}
+    reply = asked(host, "call", [("double", {"number": 1}), ("rows", {"number": 1})])
+    assert reply == {"said": ["2", "[(0, 'x')]"], "failed": 0, "lists": {"1": [[0, "x"]]}}
 
 
-def test_a_function_may_make_them(file):
+def test_a_function_may_make_them(open_host, file):
     path = file.with_name("made.py")
     path.write_text(
         file.read_text() + "\n\ndef make():\n    made = Counter()\n    made.note = 'made'\n    return made\n\n\n"
         "def fails():\n    raise RuntimeError('no licence')\n"
     )
-    host = EnvironmentHost(config_of(factory=f"{path}:make"))
-    try:
-        assert host.form == "tools" and asked(host, "call", [("add", {"amount": 2})])["said"] == ["The total is 2."]
-    finally:
-        host.close()
+    host = open_host(factory=f"{path}:make")
+    assert host.form == "tools" and asked(host, "call", [("add", {"amount": 2})])["said"] == ["The total is 2."]
     with pytest.raises(ValueError, match=r"environment.factory: RuntimeError: no licence \(.*made.py:"):
         EnvironmentHost(config_of(factory=f"{path}:fails"))
 
 
 @pytest.mark.parametrize("isolation", ["limits", "sandbox"])
-def test_another_interpreter_runs_them_with_its_own_libraries(tmp_path, isolation):
+def test_another_interpreter_runs_them_with_its_own_libraries(open_host, tmp_path, isolation):
     """As that of the driver, where this process has vLLM's."""
     venv.create(tmp_path / "other", symlinks=True)
     (site_packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
@@ -858,37 +809,26 @@ def test_another_interpreter_runs_them_with_its_own_libraries(tmp_path, isolatio
     config = config_of(tools=[f"{file}:where"])
     reward = replace(config.reward, isolation=isolation, read_paths=site.getsitepackages())
     python = str(tmp_path / "other" / "bin" / "python")
-    host = EnvironmentHost(replace(config, reward=reward), python)
-    try:
-        assert asked(host, "call", [("where", {})]) == {"said": [python + "found"], "failed": 0}
-    finally:
-        host.close()
+    host = open_host(replace(config, reward=reward), python)
+    assert asked(host, "call", [("where", {})]) == {"said": [python + "found"], "failed": 0}
 
 
-def test_what_draws_from_the_processs_own_generators_draws_by_the_seed(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Dice"))
-    try:
-        said = []
-        for number, seed in enumerate([7, 7, 8]):
-            host.open(number, EpisodeStart(seed, {}))
-            host.ask(number, ("call", [("throw", {})]))
-            said += answers(host, 1)[number]["said"]
-    finally:
-        host.close()
+def test_what_draws_from_the_processs_own_generators_draws_by_the_seed(open_host, file):
+    host = open_host(factory=f"{file}:Dice")
+    said = []
+    for number, seed in enumerate([7, 7, 8]):
+        host.open(number, EpisodeStart(seed, {}))
+        said += reply_to(host, number, ("call", [("throw", {})]))["said"]
     assert said[0] == said[1] and not set(json.loads(said[0])) & set(json.loads(said[2]))
 
 
-def test_a_beginning_that_is_not_its_groups_fails(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Board"))
-    try:
-        found = []
-        for target in ("by the seed", "anything"):
-            columns = {"target": target}
-            host.open(target, EpisodeStart(7, columns, host.opening(7, columns)))
-            host.ask(target, ("act", "left"))
-            found.append(answers(host, 1)[target])
-    finally:
-        host.close()
+def test_a_beginning_that_is_not_its_groups_fails(open_host, file):
+    host = open_host(factory=f"{file}:Board")
+    found = []
+    for target in ("by the seed", "anything"):
+        columns = {"target": target}
+        host.open(target, EpisodeStart(7, columns, host.opening(7, columns)))
+        found.append(reply_to(host, target, ("act", "left")))
     assert found[0]["ended"] and found[1]["failed"].endswith("seed and row: it is not its group's prompt")
 
 
@@ -901,45 +841,32 @@ def test_a_beginning_that_is_not_its_groups_fails(file):
         ("<tuple>", "reset must return a text or None, got a tuple"),
     ],
 )
-def test_what_reset_returns_is_text_in_every_process_the_same(file, said, opening):
-    host, found = EnvironmentHost(config_of(factory=f"{file}:Said")), []
+def test_what_reset_returns_is_text_in_every_process_the_same(open_host, file, said, opening):
     row = {"said": said, "function": 1}  # a column of any name
-    try:
-        if opening is not None and "reset" in opening:
-            with pytest.raises(EnvironmentFailed, match=re.escape(opening)):
-                host.opening(7, row)
-            return
-        found.append(host.opening(7, row))
-    finally:
-        host.close()
-    other = EnvironmentHost(config_of(factory=f"{file}:Said"))
-    try:
-        assert found == [other.opening(7, row)] and found[0] == (opening or found[0])
-    finally:
-        other.close()
+    host = open_host(factory=f"{file}:Said")
+    if opening is not None and "reset" in opening:
+        with pytest.raises(EnvironmentFailed, match=re.escape(opening)):
+            host.opening(7, row)
+        return
+    found = host.opening(7, row)
+    assert found == open_host(factory=f"{file}:Said").opening(7, row) and found == (opening or found)
 
 
-def test_only_methods_are_tools_and_a_row_must_have_what_reset_needs(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:Said"))
-    try:
-        assert host.columns == {"": ["said", "function"]}
-        assert [tool["function"]["name"] for tool in host.tools[""]] == ["echo"] and not host.rewards
-    finally:
-        host.close()
+def test_only_methods_are_tools_and_a_row_must_have_what_reset_needs(open_host, file):
+    host = open_host(factory=f"{file}:Said")
+    assert host.columns == {"": ["said", "function"]}
+    assert [tool["function"]["name"] for tool in host.tools[""]] == ["echo"] and not host.rewards
 
 
-def test_a_row_takes_one_of_several_environments(file):
-    host = EnvironmentHost(config_of(factory=f"{file}:NAMED"))
-    try:
-        tools = {name: [tool["function"]["name"] for tool in tools] for name, tools in host.tools.items()}
-        assert tools == {"count": ["add", "slowly", "misbehave"], "dice": ["throw"]}
-        # not the name, nor a seed that it does not name, as TRL
-        assert host.opening(7, {"environment": "dice", "target": 5}) == "['target']"
-        assert host.opening(7, {"environment": "count", "target": 5}) == "Reach 5 from 7."
-        with pytest.raises(EnvironmentFailed, match="environment must be one of count, dice .* got 'card'"):
-            host.opening(7, {"environment": "card"})
-    finally:
-        host.close()
+def test_a_row_takes_one_of_several_environments(open_host, file):
+    host = open_host(factory=f"{file}:NAMED")
+    tools = {name: [tool["function"]["name"] for tool in tools] for name, tools in host.tools.items()}
+    assert tools == {"count": ["add", "slowly", "misbehave"], "dice": ["throw"]}
+    # not the name, nor a seed that it does not name, as TRL
+    assert host.opening(7, {"environment": "dice", "target": 5}) == "['target']"
+    assert host.opening(7, {"environment": "count", "target": 5}) == "Reach 5 from 7."
+    with pytest.raises(EnvironmentFailed, match="environment must be one of count, dice .* got 'card'"):
+        host.opening(7, {"environment": "card"})
 
 
 @pytest.fixture
@@ -949,25 +876,19 @@ def script(tmp_path):
     return path
 
 
-def test_a_trl_scripts_own_class_is_what_it_gives_its_trainer(script):
+def test_a_trl_scripts_own_class_is_what_it_gives_its_trainer(open_host, script):
     functions = [RewardFunctionConfig(name=f"{script}:reward")]
     config = config_of(factory=f"{script} --most 4")
-    host = EnvironmentHost(replace(config, reward=replace(config.reward, functions=functions)))
-    try:
-        found = asked(host, "call", [("add", {"amount": 3}), ("train", {})], end=False)
-        assert found["said"][0] == "3" and "ModuleNotFoundError: trl.GRPOConfig is called" in found["said"][1]
-        host.ask("one", ("reward", []))  # what main() set is there for it
-        assert answers(host, 1)["one"] == {"reward": None, "functions": {"reward": 0.75}, "reported": {}}
-    finally:
-        host.close()
+    host = open_host(replace(config, reward=replace(config.reward, functions=functions)))
+    found = asked(host, "call", [("add", {"amount": 3}), ("train", {})], end=False)
+    assert found["said"][0] == "3" and "ModuleNotFoundError: trl.GRPOConfig is called" in found["said"][1]
+    host.ask("one", ("reward", []))  # what main() set is there for it
+    assert answers(host, 1)["one"] == {"reward": None, "functions": {"reward": 0.75}, "reported": {}}
 
 
-def test_a_trl_script_may_give_several(script):
-    host = EnvironmentHost(config_of(factory=f"{script} --most 4 --form two"))
-    try:
-        assert list(host.tools) == ["small", "large"]
-    finally:
-        host.close()
+def test_a_trl_script_may_give_several(open_host, script):
+    host = open_host(factory=f"{script} --most 4 --form two")
+    assert list(host.tools) == ["small", "large"]
 
 
 @pytest.mark.parametrize(

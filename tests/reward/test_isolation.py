@@ -93,18 +93,14 @@ def rewards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def open_pool(rewards, monkeypatch):
+def open_pool(rewards, monkeypatch, closing):
     monkeypatch.setattr(process_pool, "RETRIES", 0)
-    pools = []
 
     def start(name: str, kwargs: dict | None = None, **settings) -> ProcessPool:
         functions = [RewardFunctionConfig(name=f"{rewards}:{name}", kwargs=kwargs or {})]
-        pools.append(ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0} | settings)), functions))
-        return pools[-1]
+        return closing(ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0} | settings)), functions))
 
-    yield start
-    for pool in pools:
-        pool.close()
+    return start
 
 
 def call(pool: ProcessPool, response: str = "") -> tuple[float | None, str]:

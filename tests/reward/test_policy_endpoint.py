@@ -38,6 +38,13 @@ def posted(url, api_key, body, timeout=20, retries="0"):
         raise RuntimeError(f"{error.code}: {json.load(error)['error']['message']}") from None
 
 
+def opened(made):
+    """The program of such an environment, once it asks the policy."""
+    program = Program(made)
+    program.open(0, {})
+    return program
+
+
 class Dialogue:
     def rollout(self, base_url, api_key, question, seed):
         messages = [{"role": "user", "content": f"{question} {seed}?"}]
@@ -135,8 +142,7 @@ class Tries:
 )
 def test_a_request_that_cannot_be_a_turn_is_refused_and_the_program_goes_on(second, said):
     made = Tries(second)
-    program = Program(made)
-    program.open(0, {})
+    program = opened(made)
     assert program.act("me") == Acted("", 0.25, True)
     assert made.said.startswith(said)
 
@@ -144,8 +150,7 @@ def test_a_request_that_cannot_be_a_turn_is_refused_and_the_program_goes_on(seco
 @pytest.mark.parametrize("answer", ["me", None])
 def test_after_the_last_turn_every_request_is_refused(answer):
     made = Tries(lambda url, key, said: post(url, key, [*said, MORE]))
-    program = Program(made)
-    program.open(0, {})
+    program = opened(made)
     if answer is None:  # one that waits has no room any more
         program.act("me")
     assert program.act(answer, is_last=True) == Acted("", 0.25, True)
@@ -192,8 +197,7 @@ def test_a_client_that_tries_again_is_answered_in_the_place_of_its_first_request
             return float(post(base_url, api_key, WHO, retries="1") == "me")
 
     made = Impatient()
-    program = Program(made)
-    program.open(0, {})
+    program = opened(made)
     while not made.was_late:
         time.sleep(0.01)
     time.sleep(0.2)
@@ -206,8 +210,7 @@ def test_what_a_program_raises_is_raised_where_it_is_waited_for():
             post(base_url, api_key, WHO)
             raise LookupError("no such player")
 
-    program = Program(Raises())
-    program.open(0, {})
+    program = opened(Raises())
     with pytest.raises(LookupError, match="no such player"):
         program.act("me")
 
@@ -288,8 +291,7 @@ def test_every_call_must_be_answered(change, said):
             return 0.5
 
     made = Tries()
-    program = Program(made)
-    program.open(0, {})
+    program = opened(made)
     assert program.act("", calls=CALLS) == Acted("", 0.5, True)
     assert made.said.startswith(f"400: {said}")
 
@@ -370,8 +372,7 @@ def test_token_ids_that_cannot_be_a_turn_are_refused(second, said):
             return float(generate(base_url, api_key, [*IDS, 8, 9, 3])["token_ids"] == [8, 9])
 
     made = ByIds()
-    program = Program(made)
-    program.open(0, {})
+    program = opened(made)
     assert program.act("me", False, [], SAID) == Acted("", 0.0, False, [3])
     assert program.act("me", False, [], SAID) == Acted("", 1.0, True)
     assert made.said.startswith(f"400: {said}")
@@ -386,8 +387,7 @@ def test_a_stop_token_of_the_program_that_is_none_of_the_runs_is_said():
                 generate(base_url, api_key, [*IDS, 3])  # as if nothing had been sampled
             return 0.5
 
-    program = Program(ByIds())
-    program.open(0, {})
+    program = opened(ByIds())
     assert program.act("me", False, [], SAID) == Acted("", 0.5, True)
 
 
