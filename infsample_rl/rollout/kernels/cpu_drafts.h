@@ -32,18 +32,23 @@ public:
         }
     }
 
-    // Up to `most` tokens that may follow the text, each with the length of the match that it was found by; how many.
-    int64_t draft(int64_t text, int64_t most, int32_t* tokens, int32_t* matches) {
+    // Up to `most` tokens that may follow the text, each with the length of the match that it was found by; how many. Where
+    // these texts say little, `others` are asked too: a match there that is longer by more than LONGER counts, as less
+    // than 0.
+    int64_t draft(int64_t text, Drafts& others, int64_t most, int32_t* tokens, int32_t* matches) {
         const int64_t end = length(text), known = std::min<int64_t>(end, LONGEST);
         tail.clear();
         for (int64_t i = end - known; i < end; ++i) tail.push_back(at(text, i));
-        return draft_after_tail(most, tokens, matches);
-    }
-
-    // The same of any `count` tokens.
-    int64_t draft_after(const int32_t* text, int64_t count, int64_t most, int32_t* tokens, int32_t* matches) {
-        tail.assign(text + std::max<int64_t>(0, count - LONGEST), text + count);
-        return draft_after_tail(most, tokens, matches);
+        others.tail = tail;
+        matching.clear();
+        const int64_t found = follow_tail(most, tokens, matches), longest = found ? matches[0] : 0;
+        if (longest >= SURE) return found;
+        others.matching.clear();
+        others.find();
+        if (others.matching.empty() || (found && others.matched <= longest + LONGER)) return found;
+        const int64_t of_others = others.follow_tail(most, tokens, matches);
+        for (int64_t i = 0; i < of_others; ++i) matches[i] = -matches[i];
+        return of_others;
     }
     int64_t bytes() const {
         int64_t sum = (int64_t)(prompt.capacity() * sizeof(int32_t) + places.capacity() * sizeof(Place));
@@ -55,6 +60,7 @@ public:
 private:
     static constexpr int64_t LONGEST = 24, MOST_TRIED = 48, KINDS = 3, TOKENS[KINDS] = {1, 2, 5};
     static constexpr int64_t FIRST = TOKENS[KINDS - 1];  // place that is linked: enough tokens come before it
+    static constexpr int64_t SURE = 5, LONGER = 2;  // tokens
     struct Place {  // token `end` of a text, and the place before it of equal hash, by so many TOKENS; -1: none
         int32_t text, end, before[KINDS];
     };
@@ -74,8 +80,7 @@ private:
     Chains chains[KINDS];
     bool prompt_linked = false;
 
-    int64_t draft_after_tail(int64_t most, int32_t* tokens, int32_t* matches) {
-        matching.clear();
+    int64_t follow_tail(int64_t most, int32_t* tokens, int32_t* matches) {
         for (int64_t drafted = 0; drafted < most; ++drafted) {
             if (matching.empty()) find();
             if (matching.empty()) return drafted;

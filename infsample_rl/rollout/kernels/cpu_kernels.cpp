@@ -97,12 +97,9 @@ int64_t infsample_open_text(Drafts* drafts) { return drafts->open(); }
 
 void infsample_extend_text(Drafts* drafts, int64_t text, const int32_t* tokens, int64_t count) { drafts->extend(text, tokens, count); }
 
-int64_t infsample_draft(Drafts* drafts, int64_t text, int64_t most, int32_t* tokens, int32_t* matches) {
-    return drafts->draft(text, most, tokens, matches);
-}
-
-int64_t infsample_draft_after(Drafts* drafts, const int32_t* text, int64_t count, int64_t most, int32_t* tokens, int32_t* matches) {
-    return drafts->draft_after(text, count, most, tokens, matches);
+int64_t infsample_draft(Drafts* drafts, int64_t text, const int32_t* newest, int64_t count, Drafts* others, int64_t most, int32_t* tokens, int32_t* matches) {
+    drafts->extend(text, newest, count);
+    return drafts->draft(text, *others, most, tokens, matches);
 }
 
 }  // extern "C"

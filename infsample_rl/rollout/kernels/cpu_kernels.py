@@ -67,8 +67,7 @@ class Kernels:
         self.bytes_of_drafts = _function(library, "bytes_of_drafts", [POINTER], INT64)
         self.open_text = _function(library, "open_text", [POINTER], INT64)
         self.extend_text = _function(library, "extend_text", [POINTER, INT64, POINTER, INT64], None)
-        self.draft = _function(library, "draft", [POINTER, INT64, INT64, POINTER, POINTER], INT64)
-        self.draft_after = _function(library, "draft_after", [POINTER, POINTER, INT64, INT64, POINTER, POINTER], INT64)
+        self.draft = _function(library, "draft", [POINTER, INT64] * 2 + [POINTER, INT64, POINTER, POINTER], INT64)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K], weight [N, K], bias [N] -> x weight^T + bias [R, N]."""

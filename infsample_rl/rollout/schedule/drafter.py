@@ -19,9 +19,7 @@ if TYPE_CHECKING:  # needs torch
 MOST_BYTES = 64 * 2**20  # of all prompts' texts; beyond it prompts are forgotten, the one used least recently first
 OTHERS_BYTES = 32 * 2**20  # of the newest samples of all prompts together, at most
 BYTES_PER_TOKEN = 80  # at most, when vectors have just grown
-SURE = 5  # tokens of a match in a prompt's own texts, from which on others' are not asked
-LONGER = 2  # by more than so many tokens the match in others' texts must be the longer one
-NOTHING = array("i", [-1] * SURE)  # before the samples of all prompts: the first tokens of a text are not looked up
+NOTHING = array("i", [-1] * 5)  # before the samples of all prompts: the first tokens of a text are not looked up
 TRIM_EVERY = 16_384  # tokens that may be new
 Texts = tuple[bytes, Sequence[bytes]]  # int32 tokens of a prompt and of its samples
 
@@ -36,19 +34,16 @@ class Drafter:
         self._texts: OrderedDict[bytes, _PromptTexts] = OrderedDict()  # by prompt, the one used last at the end
         self._of_group: dict[PromptGroup, _PromptTexts] = {}
         self._of_all = _Texts(kernels, NOTHING)  # the newest samples that have ended, of every prompt
+        self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
         self._tokens_since = 0
 
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
         """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by:
         less than 0 where it is in other prompts' samples."""
         texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
-        tokens, matches = texts.draft(sample, min(most, MOST_DRAFTS))
-        if not matches or matches[0] < SURE:
-            of_others, longer = self._of_all.draft_after(sample.tokens, min(most, MOST_DRAFTS))
-            if longer and (not matches or longer[0] > matches[0] + LONGER):
-                tokens, matches = of_others, [-match for match in longer]
+        count = texts.draft(sample, self._of_all, min(most, MOST_DRAFTS), self._tokens, self._matches)
         self._count(1 + MOST_DRAFTS)
-        return tokens, matches
+        return self._tokens[:count], self._matches[:count]
 
     def end(self, sample: Sample) -> None:
         """The sample has ended: all its tokens draft for others."""
@@ -135,24 +130,17 @@ class _Texts:
 
     def __init__(self, kernels: Kernels, prompt: array[int]) -> None:
         self._kernels = kernels
-        self._handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))
-        self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
-        weakref.finalize(self, kernels.close_drafts, self._handle)
+        self.handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))
+        weakref.finalize(self, kernels.close_drafts, self.handle)
 
     @property
     def num_bytes(self) -> int:
-        return self._kernels.bytes_of_drafts(self._handle)
+        return self._kernels.bytes_of_drafts(self.handle)
 
     def add(self, tokens: array[int]) -> None:
         """A sample that has ended."""
-        text = self._kernels.open_text(self._handle)
-        self._kernels.extend_text(self._handle, text, tokens.buffer_info()[0], len(tokens))
-
-    def draft_after(self, tokens: array[int], most: int) -> tuple[list[int], list[int]]:
-        """Tokens that may follow these, and the matches that they were found by."""
-        out = (self._tokens, self._matches)
-        count = self._kernels.draft_after(self._handle, tokens.buffer_info()[0], len(tokens), most, *out)
-        return self._tokens[:count], self._matches[:count]
+        text = self._kernels.open_text(self.handle)
+        self._kernels.extend_text(self.handle, text, tokens.buffer_info()[0], len(tokens))
 
 
 class _PromptTexts(_Texts):
@@ -168,14 +156,13 @@ class _PromptTexts(_Texts):
     def num_bytes(self) -> int:
         return super().num_bytes + self._bytes_of_ended
 
-    def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
-        """As draft_after(), of one that runs."""
-        text = self._extend(sample)
-        count = self._kernels.draft(self._handle, text, most, self._tokens, self._matches)
-        return self._tokens[:count], self._matches[:count]
+    def draft(self, sample: Sample, others: _Texts, most: int, tokens: ctypes.Array, matches: ctypes.Array) -> int:
+        """How many tokens are found."""
+        found = (others.handle, most, tokens, matches)
+        return self._kernels.draft(self.handle, *self._new_tokens(sample), *found)
 
     def end(self, sample: Sample) -> None:
-        self._extend(sample)
+        self._kernels.extend_text(self.handle, *self._new_tokens(sample))
         del self.known[sample]
         self._keep(sample.tokens.tobytes())
 
@@ -193,14 +180,11 @@ class _PromptTexts(_Texts):
             self.ended[tokens] = None
             self._bytes_of_ended += len(tokens)
 
-    def _extend(self, sample: Sample) -> int:
-        """The number of the sample's text, all its tokens in it."""
+    def _new_tokens(self, sample: Sample) -> tuple[int, int, int]:
+        """Number of the sample's text, and address and count of its tokens that are not in it yet, but now will be."""
         known = self.known.get(sample)
         if known is None:
-            known = self.known[sample] = [self._kernels.open_text(self._handle), 0]
-        count = len(sample.tokens) - known[1]
-        if count:
-            address = sample.tokens.buffer_info()[0] + known[1] * sample.tokens.itemsize
-            self._kernels.extend_text(self._handle, known[0], address, count)
-            known[1] += count
-        return known[0]
+            known = self.known[sample] = [self._kernels.open_text(self.handle), 0]
+        text, before = known
+        address, known[1] = sample.tokens.buffer_info()
+        return text, address + before * sample.tokens.itemsize, known[1] - before
