@@ -299,7 +299,7 @@ def test_texts_stay_within_their_bytes(monkeypatch, drafts):
         drafter.end(sample)
         drafter.leave(group)
     kept = [texts.num_bytes for texts in drafter._texts.values()]
-    assert sum(kept) <= 200_000 + 2 * drafter_module.BYTES_PER_TOKEN * 3000
+    assert sum(kept) <= 200_000 + drafter_module.BYTES_PER_TOKEN * 3000
     drafter.close()
     kept = [texts.num_bytes for texts in drafter._texts.values()]
     assert 1 <= len(kept) < 8 and sum(kept) <= 200_000
