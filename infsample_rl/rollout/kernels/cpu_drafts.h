@@ -1,4 +1,5 @@
-// What may come next in a sample, by what came after the same tokens before: in its prompt, its siblings and itself.
+// What may come next in a sample, by what came after the same tokens before: in its prompt, its siblings and
+// itself, or in samples of other prompts.
 //
 // Hash chains as in LZ77: every place whose last 1, 2 or 5 tokens are equal is linked to the one before it. The longest
 // match wins, among equally long ones the token that most of them go on with, then the newest.

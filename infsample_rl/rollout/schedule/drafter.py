@@ -1,4 +1,5 @@
-"""Drafts of what a sample may say next, from its prompt, its siblings, itself, and earlier samples of the prompt."""
+"""Drafts of what a sample may say next: from its prompt, its siblings and itself, the prompt's earlier samples, and
+those of other prompts."""
 
 from __future__ import annotations
 
