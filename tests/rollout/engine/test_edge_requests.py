@@ -38,7 +38,7 @@ def test_slots_beyond_the_pool_are_left_out(make_model, make_tokenizer, schedule
 
 def test_engine_and_simulator_leave_out_the_same_slots(make_model, make_tokenizer):
     settings = {"group_size": 6, "schedule": "fixed_slot", "max_new_tokens": 16, "kv_budget_tokens": 48}
-    engine = engine_of(make_model(), make_tokenizer(), **settings)
+    engine = engine_of(make_model(), make_tokenizer(), speculate="0", **settings)  # auto drafts as the clock says
     engine.generate([[1] * 8], 0)
     found = simulate(
         [16] * 6, "fixed_slot", slots=4, kv_budget_tokens=48, page_size=16, prompt_tokens=8, max_new_tokens=16
