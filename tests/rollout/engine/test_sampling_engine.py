@@ -133,7 +133,7 @@ def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(mo
     waiting = sum(length > 5 for length in lengths)
     assert waiting > 1
     settings = {"schedule": "lpt", "predictor": "bert", "prefix_tokens": 5, "slots": 1, "page_size": 1}
-    engine = make_engine(model, tokenizer, **settings, kv_budget_tokens=budget)
+    engine = make_engine(model, tokenizer, **settings, kv_budget_tokens=budget, speculate=0)
     assert tokens_of(engine.generate(PROMPTS[:1], seed=4, step=2)) == tokens_of(expected)[:1]
     rebuilt = engine.stats.recomputed_tokens // 4  # the fifth token goes through the next decode step anyway
     assert engine.stats.running_steps == sum(lengths) + rebuilt  # one slot: nothing overlaps

@@ -70,7 +70,8 @@ def model(tiny_qwen3):
 )
 @pytest.mark.filterwarnings("ignore:rollout.schedule=dynamic_slot")
 def test_stays_of_an_engine_hold_every_token_once_and_no_row_twice(model, settings):
-    engine = SamplingEngine(*model, RolloutConfig(group_size=10, max_new_tokens=48, prompts_at_once=2, **settings))
+    shared = {"group_size": 10, "max_new_tokens": 48, "prompts_at_once": 2, "speculate": 0}  # auto goes by the clock
+    engine = SamplingEngine(*model, RolloutConfig(**(shared | settings)))
     for seed in (0, 1):  # the probe has learnt before the second call
         groups = engine.generate(PROMPTS, seed=seed)
         stays = [stay for group in groups for completion in group for stay in completion.stays]
