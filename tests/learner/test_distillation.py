@@ -163,23 +163,26 @@ def test_a_learner_follows_the_teacher_wherever_it_is(tools, tied_policy, untied
         assert_tensors_close(results[2], wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_with_a_reward_both_gradients_add_up():
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_with_a_reward_both_gradients_add_up(top_k):
     token = torch.arange(TOKENS) % VOCAB
     student, teacher = logits(0).requires_grad_(), logits(1).log_softmax(-1)
     totals = LossTotals(num_sequences=1, num_tokens=TOKENS, length_normalizer=TOKENS)
 
     def gradient(**settings):
-        logprobs = student.log_softmax(-1).gather(-1, token[:, None])[:, 0]
+        of_all = student.log_softmax(-1)
+        logprobs, (likely, ids) = of_all.gather(-1, token[:, None])[:, 0], teacher.topk(3)
         loss, _ = policy_loss(
             logprobs, logprobs.detach(), torch.ones(TOKENS, dtype=torch.float64), torch.zeros(TOKENS, dtype=torch.long),
             objective=ObjectiveConfig(loss="dapo", kl_coef=0.0, **settings), totals=totals,
-            ref_logprobs=teacher.gather(-1, token[:, None])[:, 0],
+            ref_logprobs=teacher.gather(-1, token[:, None])[:, 0], likely=(of_all.gather(-1, ids), likely),
         )  # fmt: skip
         return torch.autograd.grad(loss, student)[0]
 
-    both = gradient(reward_coef=2.0, distill_coef=0.3)
-    alone = 2.0 * gradient() + 0.3 * gradient(reward_coef=0.0, distill_coef=1.0)
+    both = gradient(reward_coef=2.0, distill_coef=0.3, distill_top_k=top_k)
+    alone = 2.0 * gradient() + 0.3 * gradient(reward_coef=0.0, distill_coef=1.0, distill_top_k=top_k)
     torch.testing.assert_close(both, alone, rtol=0, atol=1e-12)
+    assert not torch.allclose(both, 2.0 * gradient(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
