@@ -60,7 +60,7 @@ class GroupSizeOptions:
     wrong: int = option(8, "of each prompt's wrong samples, those that a gradient is computed of", low=2)
     threads: int = option(1, "CPU threads that look at gradients", low=1)
     seeds: list[int] = option([0, 1, 2], "runs of every G, at its learning rate; none: nothing is trained", low=0)
-    lrs: list[float] = option([1.5e-4, 3e-4, 6e-4], "learning rates that every G tries", above=0)
+    lrs: list[float] = option([3.75e-5, 7.5e-5, 1.5e-4, 3e-4, 6e-4], "learning rates that every G tries", above=0)
     steps: int = option(24, "updates of a run", low=1)
     eval_every: int = option(2, "steps between evaluations", low=1)
     eval_samples: int = option(1, "samples of every held-out problem", low=1)
