@@ -203,7 +203,7 @@ def arguments_of(spec: dict[str, Any], folder: str) -> GRPOConfig:
     ends = {"eos_token_id": [-1]} if spec["ignore_eos"] else None
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=spec["device"] == "cpu",
+        use_cpu=spec["device"] == "cpu" or not torch.cuda.is_available(),  # else it refuses bf16
         bf16=spec["dtype"] == "bfloat16",
         fp16=spec["dtype"] == "float16",
         seed=spec["seed"],

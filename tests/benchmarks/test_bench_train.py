@@ -178,6 +178,16 @@ def test_trl_is_refused_in_one_line_where_no_interpreter_has_it(monkeypatch):
 
 
 @pytest.mark.peers
+def test_trl_takes_16_bits_where_there_is_no_gpu_and_none_was_asked_for(tiny_qwen3, tmp_path):
+    from benchmarks import train_trl
+
+    settings = {"rows": 4, "gradient_checkpointing": False, "generation": "generate", "batching": None}
+    spec = spec_of(tiny_qwen3, dtype="bfloat16", device="auto", weights="float32", **settings)
+    arguments = train_trl.arguments_of(spec, str(tmp_path))
+    assert arguments.bf16 and (arguments.device.type == "cuda") == torch.cuda.is_available()
+
+
+@pytest.mark.peers
 def test_trl_takes_the_same_step_from_the_same_samples(tiny_qwen3):
     """Gradient of TRL's first step against our learner's on TRL's own samples; its std has another epsilon, 1e-4."""
     from benchmarks import train_trl
