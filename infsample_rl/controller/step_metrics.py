@@ -153,7 +153,6 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
         "rollout/drafted_tokens": sum(stream["drafted_tokens"] for stream in streams),
         "rollout/accepted_tokens": accepted,
         "rollout/draft_seconds": sum(_largest_worker(ends, "draft_seconds") for ends in rounds if ends),
-        "rollout/engine_preemptions": sum(stream["engine_preemptions"] for stream in streams),
         "rollout/prefix_cache_hits": cached / sent if sent else None,
         "predictor/seconds": sum(_largest_worker(ends, "predict_seconds") for ends in rounds if ends),
     }

@@ -116,7 +116,6 @@ METRICS = {
     "rollout/drafted_tokens": Metric("tokens", "tokens that were drafted and run (rollout.speculate)"),
     "rollout/accepted_tokens": Metric("tokens", "of them, those that were sampled"),
     "rollout/draft_seconds": Metric("s", "spent on drafting by the worker that spent most"),
-    "rollout/engine_preemptions": Metric("rows", "rows that vLLM itself made give way; above 0 the run ends"),
     "rollout/prefix_cache_hits": Metric("share", "tokens sent to vLLM whose KV it found in its prefix cache"),
     "rollout/staleness": Metric(
         "updates", "how many updates behind the weights were that drew these samples (run.max_staleness=1)"

@@ -199,7 +199,7 @@ class RolloutWorker:
         steps = ("running_steps", "least_steps", "row_utilisation")
         memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
         drafts = ("row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
-        of_vllm = ("engine_preemptions", "sent_tokens", "cached_tokens")
+        of_vllm = ("sent_tokens", "cached_tokens")
         found = {name: float(getattr(stats, name)) for name in (*steps, "predict_seconds", *memory, *drafts, *of_vllm)}
         return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 

@@ -99,7 +99,7 @@ def end(worker, running_steps, row_utilisation, peak_kv_bytes):
     stats = {"running_steps": running_steps, "row_utilisation": row_utilisation, "peak_kv_bytes": peak_kv_bytes}
     stats |= {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0}
     stats |= {"predict_seconds": running_steps / 10, "row_steps": running_steps, "draft_seconds": 0.5}
-    stats |= {"engine_preemptions": 0, "sent_tokens": 10, "cached_tokens": running_steps}
+    stats |= {"sent_tokens": 10, "cached_tokens": running_steps}
     stats |= {"drafted_tokens": 8.0, "accepted_tokens": 5.0, "least_steps": running_steps / 1.25}
     return StreamEnd(worker=worker, stats=stats, phases=WorkerPhases("rollout", worker, "here", [], 0.0))
 

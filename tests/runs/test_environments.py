@@ -329,7 +329,6 @@ def test_with_vllm_every_trajectory_is_the_same(train, settings):
         for name in ("response/tokens", "reward/mean", "environment/turns_mean", "environment/observed_tokens"):
             assert row[name] == wanted[name] > 0, name
         assert row["learner/grad_norm"] == pytest.approx(wanted["learner/grad_norm"], rel=1e-3)
-    assert all(row["rollout/engine_preemptions"] == 0 for row in with_vllm.rows)
     assert all(row["environment/turns_mean"] > 1 for row in plain.rows)
 
 

@@ -137,7 +137,7 @@ def test_with_vllm_every_sample_of_every_step_is_the_same(no_kl, plain_policy, c
     rows = run.rows[:1] if trains_adapters else run.rows
     for row, wanted in zip(rows, plain_policy.rows, strict=False):
         close(row, wanted, NAMES[:1] if trains_adapters else NAMES)
-        assert row["rollout/engine_preemptions"] == 0 and row["rollout/prefix_cache_hits"] is not None
+        assert row["rollout/prefix_cache_hits"] is not None
     for row in run.rows:
         assert row["learner/logprob_diff_max"] < 1e-4 and row["learner/importance_mean"] == pytest.approx(1, abs=1e-4)
 

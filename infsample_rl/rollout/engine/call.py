@@ -40,9 +40,9 @@ class Request:
             raise ValueError(f"prompt_ids, prompt_indices and sample_indices must be equally long, got {lengths}")
         return cls(prompt_ids, indices, asked)
 
-    def check(self, vocab_size: int, context: int | None, max_new_tokens: int, schedule: str) -> None:
-        """ValueError for prompts the model cannot read, and for samples the schedule cannot give."""
-        for index, ids, asked in zip(self.prompt_indices, self.prompt_ids, self.sample_indices, strict=True):
+    def check(self, vocab_size: int, context: int | None, max_new_tokens: int) -> None:
+        """ValueError for prompts the model cannot read."""
+        for index, ids in zip(self.prompt_indices, self.prompt_ids, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"prompt {index} is empty; give at least one token")
             if not (0 <= min(ids) and max(ids) < vocab_size):
@@ -52,13 +52,6 @@ class Request:
                 raise ValueError(
                     f"prompt {index} of {len(ids)} tokens + rollout.max_new_tokens = {max_new_tokens} is above the "
                     f"model's context of {context}; the nearest that works is max_new_tokens={context - len(ids)}"
-                )
-            if len(set(asked)) != len(asked):
-                raise ValueError(f"sample_indices of prompt {index} must differ, got {list(asked)}")
-            contiguous = list(range(asked[0], asked[0] + len(asked))) if len(asked) else []
-            if schedule == "dynamic_slot" and list(asked) != contiguous:
-                raise ValueError(
-                    f"sample_indices of prompt {index} must be contiguous with schedule=dynamic_slot, got {list(asked)}"
                 )
 
     def groups(
@@ -172,7 +165,6 @@ class RolloutStats:
     drafted_tokens: int = 0  # run beside the rows' newest tokens
     accepted_tokens: int = 0  # of them, those that were sampled
     draft_seconds: float = field(default=0.0, compare=False)  # spent on drafting
-    engine_preemptions: int = 0  # rows that vLLM itself made give way; its engine refuses a call in which any was
     sent_tokens: int = 0  # of prompts, and of responses begun, that vLLM was sent
     cached_tokens: int = 0  # of them, those whose KV it found in its prefix cache
     predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
@@ -194,6 +186,4 @@ class Totals:
     """Sums over all calls of an engine; they grow from step to step."""
 
     running_steps: int = 0
-    sampled_tokens: int = 0
-    preemptions: int = 0
     last_step_at: float = 0.0  # time.time() of the last running step: when what a stream just yielded ended

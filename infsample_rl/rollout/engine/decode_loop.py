@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from infsample_rl.observe.phases import phase
-from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
+from infsample_rl.rollout.engine.call import MicroGroups, StopRule
 from infsample_rl.rollout.engine.decode_step import DecodeStep, Drafts, Rows
+from infsample_rl.rollout.engine.length_source import Watch
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
 from infsample_rl.rollout.engine.speculation import Speculation
-from infsample_rl.rollout.engine.turns import Turns, TurnTaking
-from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
-from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
+from infsample_rl.rollout.engine.step_loop import StepLoop
+from infsample_rl.rollout.engine.turns import Turns
+from infsample_rl.rollout.length_prediction.watch import Moment
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion, MaybeNone
 
 
-class DecodeLoop:
+class DecodeLoop(StepLoop):
     """Carries out what the planner plans, on the model. On CUDA a step that only repeats the one before is launched
     before the host has read what that one drew; a token drawn for a sample that had ended is thrown away."""
 
@@ -35,33 +36,23 @@ class DecodeLoop:
         micro_groups: MicroGroups,
         *,
         run_ahead: bool = False,
-        watch: ProbeWatch | BertWatch | MaybeNone = None,
+        watch: Watch | MaybeNone = None,
         speculation: Speculation | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """`run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns
-        them. `speculation`: drafts tokens; while it does, no step is launched ahead. `turns`: what answers a sample
-        that has ended a turn."""
-        self.runner, self.planner, self.decode = decode.runner, planner, decode
-        self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
+        """`run_ahead`: launch a repeated step before reading the one before. `speculation`: drafts tokens; while it
+        does, no step is launched ahead."""
+        super().__init__(planner, stops, micro_groups, watch, turns)
+        self.runner, self.decode = decode.runner, decode
         self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
         # dynamic_slot keeps the first to finish, and a sample that starts a step later finishes later
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.run_ahead = run_ahead and not keeps_first
-        self.stats = RolloutStats()
         self.speculation = speculation
-        truncates = micro_groups.truncates
-        self.turns = None if turns is None else TurnTaking(turns, planner, truncates=truncates, ended=self._end)
         self._launched: _Launched | MaybeNone = None
         self._rows: Rows = []
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample of every prompt has been handed out."""
-        return self.planner.is_done
-
     def step(self) -> list[list[Completion]]:
-        """One running step (more when KV is computed again); the micro-groups it completes."""
         waits = self.turns is not None and self.turns.is_idle
         speculation = None if self.speculation is None or waits or self.speculation.rest() else self.speculation
         answered = self.turns is not None and self.turns.take()
@@ -88,16 +79,13 @@ class DecodeLoop:
         return self.micro_groups.take()
 
     def free(self) -> None:
-        """Let go of all samples and KV."""
+        super().free()
         self._launched = None
-        self.planner.drop_all()
         self.decode.prompt_logits.clear()
         if self._parking is not None:
             self._parking.clear()
         if self.speculation is not None:
             self.speculation.close()
-        if self.turns is not None:
-            self.turns.close()
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
@@ -154,7 +142,7 @@ class DecodeLoop:
                     _append(sample, drawn, row)
                     reasons[sample] = self.stops.reason(sample.tokens)
             if speculation is not None:
-                self._end_step(speculation, rows, len(rows), len(rows))
+                self._judge(speculation, rows, len(rows), len(rows))
         else:
             launched.moment = self._append_drafted(launched, launched.drafts, speculation, drawn, reasons)
         if launched.moment is not None:  # before samples end or begin to wait, which predictions are for
@@ -163,20 +151,11 @@ class DecodeLoop:
         for sample in ended:
             sample.finish_reason = reasons[sample]
             sample.num_tokens = len(sample.tokens)  # the planner has counted the step that was launched ahead
-        self.micro_groups.stays.end(ended, self.planner.running_steps)
-        if self.turns is None:
-            self._end(ended)
-            self.planner.end_step(ended)
-        else:
-            self.turns.send_away(ended)
-            self.planner.end_step([])
+        self._end_step(ended)
         self._drop_groups()
 
     def _end(self, samples: list[Sample]) -> None:
-        """Tell who watches samples that they have ended."""
-        for sample in samples:
-            if self.watch is not None:
-                self.watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
+        super()._end(samples)
         if self.speculation is not None:
             self.speculation.end(samples)
 
@@ -190,7 +169,7 @@ class DecodeLoop:
         if self.planner.pool.num_free == self.planner.pool.num_pages:
             self.runner.kv.give_back()
 
-    def _end_step(self, speculation: Speculation, rows: Rows, queries: int, tokens: int) -> None:
+    def _judge(self, speculation: Speculation, rows: Rows, queries: int, tokens: int) -> None:
         speculation.end_step(len(rows), queries, tokens)
         self.stats.draft_seconds += speculation.seconds_of_drafts
 
@@ -217,7 +196,7 @@ class DecodeLoop:
             query = first + len(draft) + 1
         self.decode.batch.drop_pages(rows)
         self.stats.drafted_tokens += query - len(rows)
-        self._end_step(speculation, rows, query, tokens)
+        self._judge(speculation, rows, query, tokens)
         if self.watch is None or launched.hidden is None:
             return None
         return self.watch.launch(launched.hidden[newest], rows)

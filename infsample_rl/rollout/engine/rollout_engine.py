@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import Request, RolloutStats, StopRule, Totals, Withdrawals
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, sample_key
+from infsample_rl.rollout.engine.step_loop import StepLoop
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.length_prediction.messages import LengthReport
@@ -42,23 +43,6 @@ class Call(NamedTuple):
     most_rows: int
     watch: Watch | None  # what predicts lengths and learns them
     turns: Turns | None  # what answers the samples' turns
-
-
-class StepLoop(Protocol):
-    """One call under way."""
-
-    planner: StepPlanner
-    stats: RolloutStats
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample of every prompt has been handed out."""
-
-    def step(self) -> list[list[Completion]]:
-        """One running step; the micro-groups it completes."""
-
-    def free(self) -> None:
-        """Let go of all samples and KV."""
 
 
 class RolloutEngine(ABC):
@@ -134,8 +118,6 @@ class RolloutEngine(ABC):
         in `stream`."""
         request = Request.of(prompt_ids, prompt_indices, sample_indices, self.config.group_size)
         indices = request.prompt_indices
-        if len(set(indices)) != len(indices):
-            raise ValueError(f"prompt_indices must differ, got {indices}")
         groups: dict[int, dict[int, Completion]] = {index: {} for index in indices}
         for micro_group in self.stream(
             prompt_ids, seed, prompt_indices=indices, sample_indices=sample_indices, **options
@@ -172,7 +154,7 @@ class RolloutEngine(ABC):
         """
         config = evaluation_config(self.config) if evaluation else self.config
         request = Request.of(prompt_ids, prompt_indices, sample_indices, config.group_size)
-        request.check(self.vocab_size, self.context, config.max_new_tokens, config.schedule)
+        request.check(self.vocab_size, self.context, config.max_new_tokens)
         temperature = config.temperature if temperature is None else temperature
         check_temperature("temperature", temperature)
         sizes = [len(ids) for ids in prompt_ids]
@@ -274,7 +256,7 @@ class RolloutEngine(ABC):
     ) -> Generator[list[Completion], None, None]:
         planner, totals, paused_at = loop.planner, self.totals, 0
         try:
-            self.withdrawals.is_open, is_done = True, loop.is_done
+            self.withdrawals.is_open, is_done = True, planner.is_done
             while not is_done:
                 if self._loop is not loop:
                     raise RuntimeError("this stream was ended by a later call of the same engine")
@@ -287,7 +269,7 @@ class RolloutEngine(ABC):
                 loop.stats.predict_seconds += self.lengths.seconds_spent - seconds_before
                 totals.last_step_at = time.time()
                 totals.running_steps += planner.running_steps - steps_before
-                is_done, is_idle = loop.is_done, planner.running_steps == steps_before
+                is_done, is_idle = planner.is_done, planner.running_steps == steps_before
                 yield from micro_groups
                 steps = loop.stats.running_steps
                 if pause_every is not None and not is_done and (is_idle or steps - paused_at >= pause_every):

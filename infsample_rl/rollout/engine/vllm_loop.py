@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
+from infsample_rl.rollout.engine.call import MicroGroups, StopRule
 from infsample_rl.rollout.engine.length_source import Watch
-from infsample_rl.rollout.engine.turns import Turns, TurnTaking
+from infsample_rl.rollout.engine.step_loop import StepLoop
+from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion, EngineFailed
@@ -19,7 +20,7 @@ MOST_STEPS_IN_VAIN = 1000  # a batch holds the longest prompt, so that a few are
 _NUMBERS = itertools.count()  # of requests: no id comes twice, whatever call it is of
 
 
-class VLLMLoop:
+class VLLMLoop(StepLoop):
     """Sends a request for every sample while it decodes, one at a time, and takes it back when the sample gives way.
 
     What a request had computed may still be found in vLLM's prefix cache when the sample is sent again.
@@ -38,53 +39,41 @@ class VLLMLoop:
         turns: Turns | None = None,
     ) -> None:
         """`vllm_engine`: a vllm.LLMEngine. `params_of`: the SamplingParams of (noise key, tokens that it has, tokens to
-        come). `preemptions`: how many vLLM has made so far. `watch`: learns the lengths of what ends. `turns`: what
-        answers a sample that has ended a turn."""
+        come). `preemptions`: how many vLLM has made so far."""
+        super().__init__(planner, stops, micro_groups, watch, turns)
         self._preemptions, self._preempted_before = preemptions, preemptions()
         self._engine, self._params_of, self._page_bytes = vllm_engine, params_of, page_bytes
-        self.planner, self._stops, self._micro_groups, self._watch = planner, stops, micro_groups, watch
-        self.stats = RolloutStats()
         self._requests: dict[Sample, str] = {}
         self._samples: dict[str, Sample] = {}  # by request
         self._counted, self._finished = set[str](), set[str]()  # requests whose first, whose last token has come
         self._prefilled: set[PromptGroup] = set()
         self._computed = dict[Sample, int]()  # tokens whose KV a request had computed when it was taken back
         self._recomputed = self._steps_in_vain = 0
-        truncates = micro_groups.truncates
-        self._turns = None if turns is None else TurnTaking(turns, planner, truncates=truncates, ended=self._end)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample of every prompt has been handed out."""
-        return self.planner.is_done
 
     def step(self) -> list[list[Completion]]:
         """One running step; the micro-groups it completes. A row that vLLM gives no token yet, as while a long prompt
         is computed in parts, gets it in a later one."""
-        if self._turns is not None:
-            self._turns.take()
-        if not self.is_done:  # what was taken may have been the end of the last sample
+        if self.turns is not None:
+            self.turns.take()
+        if not self.planner.is_done:  # what was taken may have been the end of the last sample
             plan = self.planner.next_step()
             if plan.rows:
                 self._run(plan)
-            if self._turns is not None:
-                self._turns.is_idle = not plan.rows
+            if self.turns is not None:
+                self.turns.is_idle = not plan.rows
         self.stats.read(self.planner, self._page_bytes)
         self.stats.parked_tokens, self.stats.recomputed_tokens = 0, self._recomputed
-        if self.is_done:
+        if self.planner.is_done:
             self._check_preemptions()
-        return self._micro_groups.take()
+        return self.micro_groups.take()
 
     def free(self) -> None:
-        """Let go of all samples and KV."""
         self._withdraw(list(self._requests))
-        self.planner.drop_all()
-        if self._turns is not None:
-            self._turns.close()
+        super().free()
 
     def _run(self, plan: StepPlan) -> None:
         if plan.rows_changed:
-            self._micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1, plan.steps_before)
+            self.micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1, plan.steps_before)
             self._withdraw([sample for sample in self._requests if sample.slot < 0])
             for sample in plan.rows:
                 if sample not in self._requests:
@@ -97,17 +86,11 @@ class VLLMLoop:
         for sample in plan.rows:
             if sample not in served:
                 self.planner.hold_back(sample)
-            elif reason := self._stops.reason(sample.tokens):
+            elif reason := self.stops.reason(sample.tokens):
                 sample.finish_reason = reason
                 ended.append(sample)
         self._withdraw(ended)
-        self._micro_groups.stays.end(ended, self.planner.running_steps)
-        if self._turns is None:
-            self._end(ended)
-            self.planner.end_step(ended)
-        else:
-            self._turns.send_away(ended)
-            self.planner.end_step([])
+        self._end_step(ended)
 
     def _step(self) -> list[Any]:
         """vLLM's outputs of a step; EngineFailed where it cannot take one, as when a process of its own is gone."""
@@ -116,24 +99,17 @@ class VLLMLoop:
         except Exception as error:
             raise EngineFailed(f"vLLM cannot go on: {type(error).__name__}: {last_words(error)}") from error
 
-    def _end(self, samples: list[Sample]) -> None:
-        """Tell who watches samples that they have ended."""
-        for sample in samples:
-            if self._watch is not None:
-                self._watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
-
     def _check_preemptions(self) -> None:
         """RuntimeError where vLLM ran out of blocks: the planner counts at least as many as it takes."""
-        self.stats.engine_preemptions = self._preemptions() - self._preempted_before
-        if self.stats.engine_preemptions:
+        if preempted := self._preemptions() - self._preempted_before:
             raise RuntimeError(
-                f"vLLM preempted {self.stats.engine_preemptions} rows, although the planner lets in no more than its "
+                f"vLLM preempted {preempted} rows, although the planner lets in no more than its "
                 f"{self.planner.pool.num_pages} blocks hold"
             )
 
     def _send(self, sample: Sample) -> None:
         request = f"sample-{next(_NUMBERS)}"
-        params = self._params_of(sample.key, len(sample.tokens), self._stops.max_new_tokens - len(sample.tokens))
+        params = self._params_of(sample.key, len(sample.tokens), self.stops.max_new_tokens - len(sample.tokens))
         self._engine.add_request(request, {"prompt_token_ids": [*sample.group.prompt_ids, *sample.tokens]}, params)
         self._requests[sample], self._samples[request] = request, sample
 
@@ -161,7 +137,7 @@ class VLLMLoop:
                 self._recomputed += self._computed_again(sample, cached)
                 self.stats.sent_tokens += len(sample.group.prompt_ids) + len(sample.tokens)
                 self.stats.cached_tokens += cached
-            _append(sample, new, truncates=self._micro_groups.truncates)
+            _append(sample, new, truncates=self.micro_groups.truncates)
             served.add(sample)
             if output.finished:
                 self._finished.add(output.request_id)

@@ -18,8 +18,6 @@ class KVPool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(f"num_pages and page_size must be >= 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._released: list[int] = []  # free, the next ones last: as few as possible are ever touched
         self._num_touched = 0  # pages from here on were never taken

@@ -116,7 +116,7 @@ def test_the_planner_counts_at_least_the_blocks_that_vllm_takes(schedule, slow):
         engine = StandIn(block, slow, seed)
         loop = new_loop(draw, schedule, engine, lengths, prompts, pages, cap)
         done = {}
-        while not loop.is_done:
+        while not loop.planner.is_done:
             for micro_group in loop.step():
                 done |= {(each.prompt_index, each.sample_index): each for each in micro_group}
         assert engine.peak <= pages and not engine.requests and not +engine.blocks
@@ -144,9 +144,9 @@ def test_turns_are_sent_again_with_what_was_observed_and_only_what_had_been_comp
         engine, turns = StandIn(block, 0.2, seed), Answering(observed, seed)
         loop = new_loop(draw, "token_budget", engine, lengths, prompts, pages, cap, turns)
         for key in [100 * (50 * place + sample) for place in range(len(prompts)) for sample in range(6)]:
-            loop._stops.stop_token_ids.add(key + 4)
+            loop.stops.stop_token_ids.add(key + 4)
         done = {}
-        while not loop.is_done:
+        while not loop.planner.is_done:
             for micro_group in loop.step():
                 done |= {(each.prompt_index, each.sample_index): each for each in micro_group}
             away += bool(loop.planner.away)
@@ -189,8 +189,8 @@ class Answering:
 def test_what_ends_teaches_lengths():
     seen, engine = [], StandIn(4)
     loop = new_loop(random.Random(0), "arrival", engine, [[2, 9]], [[1, 2, 3]], 12, 9)
-    loop._watch = SimpleNamespace(ended=lambda sample, length, cut: seen.append((sample.sample_index, length, cut)))
-    while not loop.is_done:
+    loop.watch = SimpleNamespace(ended=lambda sample, length, cut: seen.append((sample.sample_index, length, cut)))
+    while not loop.planner.is_done:
         loop.step()
     assert sorted(seen) == [(0, 2, False), (1, 9, False)]
 
@@ -210,7 +210,7 @@ def test_a_preemption_of_vllm_and_two_tokens_at_once_are_errors():
     loop = new_loop(draw, "arrival", engine, [[2] * 2], [[1, 2, 3]], 12, 9)
     loop._preemptions, loop._preempted_before = lambda: next(counts), next(counts)
     with pytest.raises(RuntimeError, match="vLLM preempted 2 rows"):
-        while not loop.is_done:
+        while not loop.planner.is_done:
             loop.step()
     loop = new_loop(draw, "arrival", engine, [[2] * 2], [[1, 2, 3]], 12, 9)
     step = engine.step
