@@ -13,11 +13,30 @@ from collections import deque
 from collections.abc import Sequence
 from numbers import Real
 
-from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
-from infsample_rl.types import MaybeNone
+from infsample_rl.config.rollout import SCHEDULES
 
 
-class SharedQueue:
+class _Counted:
+    """Done when so many samples have ended; keeps no slot for later."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._unfinished = num_samples
+
+    def finished(self) -> None:
+        """A sample has ended, and is kept."""
+        self._unfinished -= 1
+
+    def holds(self, slot: int) -> bool:
+        """Whether `slot`, free now, must be kept for later."""
+        return False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether as many samples as asked for have ended."""
+        return self._unfinished == 0
+
+
+class SharedQueue(_Counted):
     """One queue for all slots: continuous sampling without barriers (`arrival`, `full_group`, `sjf`, `lpt`,
     `infinite`).
 
@@ -27,10 +46,11 @@ class SharedQueue:
     """
 
     def __init__(self, order: Sequence[int], first: dict[int, int] | None = None) -> None:
+        super().__init__(len(order))
         self._order = deque(order)
         self._first = dict(first or {})
         self._started: set[int] = set()
-        self._num_samples = self._unfinished = len(self._order)
+        self._num_samples = len(order)
 
     def next_sample(self, slot: int) -> int | None:
         """The sample that starts in `slot` now, or None."""
@@ -44,10 +64,6 @@ class SharedQueue:
         self._started.add(index)
         return index
 
-    def finished(self) -> None:
-        """A sample has ended."""
-        self._unfinished -= 1
-
     def withdraw(self, count: int) -> list[int]:
         """Up to `count` samples that have not started and now never will, the last in line first."""
         withdrawn = self._free_to_go()[::-1][:count]
@@ -55,10 +71,6 @@ class SharedQueue:
         self._num_samples -= len(withdrawn)
         self._unfinished -= len(withdrawn)
         return withdrawn
-
-    def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, must be kept for later: never."""
-        return False
 
     @property
     def has_waiting(self) -> bool:
@@ -75,26 +87,17 @@ class SharedQueue:
         kept = {*self._started, *self._first.values()}
         return [index for index in self._order if index not in kept]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample has ended."""
-        return self._unfinished == 0
 
-
-class SlotQueues:
+class SlotQueues(_Counted):
     """Each slot has its own queue and no other slot helps (`fixed_slot`, `fptas`)."""
 
     def __init__(self, queues: Sequence[Sequence[int]]) -> None:
+        super().__init__(sum(map(len, queues)))
         self._queues = [deque(queue) for queue in queues]
-        self._unfinished = sum(len(queue) for queue in queues)
 
     def next_sample(self, slot: int) -> int | None:
         """The first sample of the slot's own queue, or None."""
         return self._queues[slot].popleft() if self.holds(slot) else None
-
-    def finished(self) -> None:
-        """A sample has ended."""
-        self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
         """Whether `slot`, free now, will be wanted later. Slots beyond the queues have none."""
@@ -104,11 +107,6 @@ class SlotQueues:
     def has_waiting(self) -> bool:
         """Whether some sample has not started."""
         return any(self._queues)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample has ended."""
-        return self._unfinished == 0
 
 
 class Rounds:
@@ -151,14 +149,15 @@ class Rounds:
         return self._round_start >= self._num_samples
 
 
-class Endless:
-    """Freed slots start new samples without end; the first `num_samples` to finish are kept (`dynamic_slot`).
+class Endless(_Counted):
+    """Freed slots start new samples without end; the first `num_samples` to finish are kept (`dynamic_slot`),
+    those still running then dropped.
 
     Short samples finish first, so the kept ones are shorter than the policy's (the paper's figures 3b and table 1).
     """
 
     def __init__(self, num_samples: int) -> None:
-        self._unfinished = num_samples
+        super().__init__(num_samples)
         self._next = 0
 
     def next_sample(self, slot: int) -> int | None:
@@ -168,49 +167,22 @@ class Endless:
         self._next += 1
         return self._next - 1
 
-    def finished(self) -> None:
-        """A sample has ended and is kept."""
-        self._unfinished -= 1
-
-    def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, will be wanted later."""
-        return False
-
     @property
     def has_waiting(self) -> bool:
         """Whether another sample would start: until enough have ended, always."""
         return not self.is_done
 
-    @property
-    def is_done(self) -> bool:
-        """Whether as many samples as asked for have ended; those still running are dropped."""
-        return self._unfinished == 0
-
 
 Schedule = SharedQueue | SlotQueues | Rounds | Endless
 
 
-def make_schedule(
-    name: str, num_samples: int, slots: int, lengths: Sequence[float] | MaybeNone = None, epsilon: float = 0.1
-) -> Schedule:
+def make_schedule(name: str, num_samples: int, slots: int, lengths: Sequence[float], epsilon: float = 0.1) -> Schedule:
     """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite, lpt and
-    token_budget.
-
-    Raises ValueError for an unknown name, no samples or slots, and lengths that are missing or no lengths.
-    """
+    token_budget. ValueError for an unknown name."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
-    if num_samples < 1 or slots < 1:
-        raise ValueError(f"num_samples and slots must be >= 1, got {num_samples} and {slots}")
-    if name in PREDICTED_SCHEDULES or (name == "token_budget" and lengths is not None):
-        if lengths is None or len(lengths) != num_samples:
-            found = None if lengths is None else len(lengths)
-            raise ValueError(f"schedule {name} needs {num_samples} predicted lengths, got {found}")
-        check_predictions(lengths)
     everyone = range(num_samples)
-    if (
-        name in ("lpt", "token_budget") and lengths is not None
-    ):  # how many at once is token_budget's planner's to decide
+    if name in ("lpt", "token_budget"):  # how many at once is token_budget's planner's to decide
         return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
     if name == "sjf":
         return SharedQueue(sorted(everyone, key=lambda index: lengths[index]))
@@ -225,12 +197,11 @@ def make_schedule(
     if name == "infinite":  # Algorithm 1: the first of each bin, then Algorithm 3: the shortest
         first = {slot: group[0] for slot, group in enumerate(fptas_groups(lengths, slots, epsilon))}
         return SharedQueue(sorted(everyone, key=lambda index: lengths[index]), first)
-    return SharedQueue(everyone)  # arrival, full_group, which differs in its slot count alone, and token_budget
+    return SharedQueue(everyone)  # arrival, and full_group, which differs in its slot count alone
 
 
-def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
-    """ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: what they are
-    called."""
+def check_predictions(lengths: Sequence[float], name: str) -> None:
+    """ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: theirs."""
     for index, length in enumerate(lengths):
         if not (isinstance(length, Real) and 0 < length <= sys.float_info.max):
             raise ValueError(
