@@ -15,9 +15,8 @@ from torch import Tensor
 
 from infsample_rl.rollout.kernels.attention_triton import _merge_kernel, _parts_kernel
 
-# As many programs as can be on a multiprocessor at once matter more than how much each does: a block is small, and a
-# prompt is read, from L2, by every 16 queries (rows x N). Of 16 choices the best in the mean over 4 to 64 rows of Qwen3
-# 1.7B and 8B on an H200; blocks of 64 queries and 64 keys took 1.3 times as long.
+# Small blocks: as many programs as can be on a multiprocessor at once matter more than how much each does, and a prompt
+# is read, from L2, by every 16 queries (rows x N).
 BLOCK_KEYS = 32  # of one inner iteration, over several pages
 BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
 BYTES_PER_WARP = 4096  # of a block's keys: with more, two warps spill float32, and heads of 256 (ptxas)

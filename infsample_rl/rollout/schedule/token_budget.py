@@ -1,20 +1,15 @@
 """The policy of the `token_budget` schedule: who starts, who waits and who gives up pages. Plain ints, no torch.
 
 All samples of a group look alike until they end, so the one with the fewest tokens has the most to do and is the
-likeliest to end last. Hence *least work left first* decides who is preempted and whose pages are taken (the tail of the
-run is what the steps are lost in: preempting the row with least progress instead costs 6 % more steps on recorded
-lengths), and samples that have not started go before preempted ones. Of those the one that lacks fewest pages returns
-first: it loses least by returning now, and pages that a longer one holds do not lie idle behind one that needs many.
-Earlier groups come before later ones, which fill what the earlier leave idle.
+likeliest to end last. Hence *least work left first* decides who is preempted and whose pages are taken, since the steps
+are lost in the tail of the run; samples that have not started go before preempted ones. Of those the one that lacks
+fewest pages returns first: pages that a longer one holds do not lie idle behind one that needs many. Earlier groups
+come before later ones, which fill what the earlier leave idle.
 
 Where lengths are predicted, who is predicted to have most left returns first, and nobody is preempted who has more than
 CRITICAL of the longest left among the rows, as long as there are others; of the others still the one with most tokens,
-whose pages serve many. (Always preempting who ends soonest takes 5 % more steps than no prediction at all on recorded
-code completions.) A sample without a prediction yet counts with its group's mean. Exact predictions every 32 tokens
-save 3 % of the steps of 32 recorded samples in the memory of 4 slots, at an error of log(tokens left) of 0.5 between
--1 % and 2 %, in the memory of one slot none; hence they are used only while replays of recent groups take no more
-steps with them (length_prediction/replay.py). They do not enter the admission rule, where right ones change steps by
--1 % to +5 %.
+whose pages serve many. A sample without a prediction yet counts with its group's mean. Predictions are used only while
+replays of recent groups take no more steps with them (length_prediction/replay.py), and not by the admission rule.
 
 Admission (past-future admission, closed form). Let the running rows and the candidate have expected lengths m_i and
 hold t_i tokens, S = sum m_i, T = sum t_i. If lengths were exponential, after h more steps they would hold about (T + n
@@ -24,20 +19,15 @@ h) exp(-h n / S) tokens; the maximum over h >= 0 is
 
 and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0)
 this admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not
-fit after all is preempted. While another prompt has samples left and preempted KV is computed again, 0.9 of the pages
-are given out: nothing lies idle for want of samples then, and what is preempted is lost (3 to 9 % less time on a CPU on
-each of seven recordings than all pages). Where KV is parked 1.2 of the pages are: 2 to 4 % fewer steps with 50 samples
-than all, and the copies cost little.
+fit after all is preempted.
 
 Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one
 with twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more
-with the prior. The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3:
-under it 5 % of exponential lengths would reach the maximum, as when somebody chose it with care.
+with the prior. The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3.
 
 A preempted sample keeps its tokens. Its KV is parked outside the pool where there is a place (Parking) and costs a
 copy. Else it keeps its pages as long as nobody needs them: pages are taken one by one, from the end of the sample at
-the back of the line, and only the tokens in them are recomputed. Taking a whole sample's pages at once recomputes 1.7
-times as much on recorded lengths.
+the back of the line, and only the tokens in them are recomputed.
 
 No livelock. Every running row gains a token in every step, and tokens are never lost, so n samples of l_i tokens need
 at most sum l_i decoding steps, and at most one rebuild for each token gained: 2 x sum l_i running steps in all.
@@ -53,16 +43,14 @@ from collections.abc import Sequence
 
 from infsample_rl.rollout.schedule.prompt_group import Sample
 
-CRITICAL = 0.5  # of the longest predicted to be left; 0.3 and 0.7 do about as well
+CRITICAL = 0.5  # of the longest predicted to be left
 # A preempted sample returns only where this x its expected length would stay free: what computing a token again costs
 # beside decoding one. Between two ends of samples the rows together write about one mean length.
 REBUILD_COST = 0.25
-SHARE_WHILE_OTHERS_WAIT = 0.9  # of the pages that admission counts on
-PARKED_SHARE = 1.2  # where preemption costs a copy only
-# Of places outside the pool. Simulated trajectories of 4 prompts take 1.44 x the bound, prompt by prompt 1.47, in the
-# mean of seven seeds that it was not chosen on, of 16 prompts 1.46 and 1.54. 0.7 is no faster; beside a pool of two
-# full trajectories 2 % of the tokens find no place, with 0.7 4 %.
-ROOMY = 0.5
+# Shares of the pages that admission counts on: fewer while nothing lies idle for want of samples and what is preempted
+# is computed again, more where preemption costs a copy only.
+SHARE_WHILE_OTHERS_WAIT, PARKED_SHARE = 0.9, 1.2
+ROOMY = 0.5  # of the places outside the pool
 # the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
 PRIOR_SHARE = 3
 
@@ -94,7 +82,7 @@ class TokenBudgetPolicy:
         With predictions: prompts that hold their pages, then neither started nor predicted, then most predicted to be
         left, of whatever group, so that a prompt is opened only once nobody of the open ones is in line. Not with
         `turns`, between which samples wait for environments: who has most left would go ahead turn by turn, all would
-        be open at once, and more KV be parked than there is room for (simulated: 2.9 times the time).
+        be open at once, and more KV be parked than there is room for.
 
         Samples with turns get on evenly, whatever their group, while at most ROOMY of the places outside the pool is
         taken, `parked` of them: those of the last group would else begin late, and wait for environments alone.
