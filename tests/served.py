@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import openai
 
 from infsample_rl.commands.serve.__main__ import ServeOptions
-from infsample_rl.commands.serve.listening import serve
-from infsample_rl.commands.serve.server import Server
+from infsample_rl.commands.serve.server import Server, serve
 
 KEY = "a key"
 OPTIONS = ServeOptions(rows=4, waiting=3, max_new_tokens=24, name="tiny")

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from tests.raw_http import BAD_SIZES, ask, give_up, head
+from tests.raw_http import ask, give_up, head
 from tests.served import ASKED, KEY
 
 CHAT = "/v1/chat/completions"
@@ -52,7 +52,7 @@ def test_a_whole_surrogate_pair_is_a_character(running):
     assert r"\ud83d\ude00" in asked and running.post(CHAT, asked.encode())[0] == 200
 
 
-@pytest.mark.parametrize(("size", "status"), BAD_SIZES.items())
+@pytest.mark.parametrize(("size", "status"), [(None, 411), ("99999999999", 413)])
 def test_a_body_without_a_size_that_can_be_is_refused_in_json(running, silent, size, status):
     answer = ask(running.url, head(CHAT, KEY, size))
     assert answer.status == answer.found["error"]["code"] == status

@@ -8,7 +8,7 @@ from contextlib import suppress
 import openai
 import pytest
 
-from infsample_rl.commands.serve.parameters import WITHOUT_SEED, SampleRequest, SamplingParameters
+from infsample_rl.commands.serve.parameters import WITHOUT_SEED, SampleRequest
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue
 from infsample_rl.commands.serve.server import Server
 from infsample_rl.rollout.engine.sampler import EVALUATION, sample_key
@@ -66,12 +66,12 @@ def test_a_request_that_fails_fails_alone_and_whoever_waits_at_the_end_is_told(r
     engine = GatedEngine(running.server._served.config.rollout)
     entered, may_go_on = engine.entered, engine.may_go_on
     queue = RequestQueue(engine, 0, most_waiting=3)
-    parameters = SamplingParameters(1.0, 1.0, 0, 0.0, 4, frozenset(), ())
-    first = queue.submit(SampleRequest([1], 1, None, parameters))
+    config = engine.config
+    first = queue.submit(SampleRequest([1], 1, None, config))
     assert entered.wait(60)
-    fits, too_long, gone = (queue.submit(SampleRequest(ids, 1, None, parameters)) for ids in ([1], [1, 2], [1]))
+    fits, too_long, gone = (queue.submit(SampleRequest(ids, 1, None, config)) for ids in ([1], [1, 2], [1]))
     with pytest.raises(QueueFull):
-        queue.submit(SampleRequest([1], 1, None, parameters))
+        queue.submit(SampleRequest([1], 1, None, config))
     gone.is_abandoned = True
     may_go_on.release(4)
     assert [len(each.completions.result(60)) for each in (first, fits)] == [1, 1]
@@ -79,16 +79,16 @@ def test_a_request_that_fails_fails_alone_and_whoever_waits_at_the_end_is_told(r
         too_long.completions.result(60)
     assert engine.calls == 4 and not gone.completions.done(), "one, two at once, each alone"
     entered.clear()
-    at_work = queue.submit(SampleRequest([1], 1, None, parameters))
+    at_work = queue.submit(SampleRequest([1], 1, None, config))
     assert entered.wait(60)
-    in_line = queue.submit(SampleRequest([1], 1, None, parameters))
+    in_line = queue.submit(SampleRequest([1], 1, None, config))
     assert not in_line.completions.cancel(), "what a client that goes away does"
     threading.Timer(0.2, may_go_on.release).start()
     queue.close()
     assert len(at_work.completions.result(1)) == 1
     for late in (in_line, None):
         with pytest.raises(QueueClosed):
-            late.completions.result(1) if late else queue.submit(SampleRequest([1], 1, None, parameters))
+            late.completions.result(1) if late else queue.submit(SampleRequest([1], 1, None, config))
 
 
 def test_the_noise_without_a_seed_is_of_no_seed():

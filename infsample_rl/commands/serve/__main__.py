@@ -28,9 +28,8 @@ from aiohttp import web
 
 from infsample_rl.commands.merge import load_policy_folder
 from infsample_rl.commands.run_settings import answering_config
-from infsample_rl.commands.serve.listening import serve
 from infsample_rl.commands.serve.request_queue import RequestQueue
-from infsample_rl.commands.serve.server import Served, Server
+from infsample_rl.commands.serve.server import Served, Server, serve
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.data.chat import check_template_kwargs
 from infsample_rl.model.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infsample_rl.config import RolloutConfig
@@ -37,26 +37,13 @@ NEUTRAL: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SamplingParameters:
-    """What requests must have in common to decode together."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    max_tokens: int
-    stop_token_ids: frozenset[int]  # beside the model's own
-    stop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class SampleRequest:
     """Some samples of one prompt."""
 
     prompt_ids: list[int]
     count: int
     seed: int | None  # of its noise; None: any
-    parameters: SamplingParameters
+    config: RolloutConfig  # by which it is sampled, equal for requests that decode together
 
 
 def read_parameters(
@@ -84,20 +71,21 @@ def read_parameters(
     if 0 < temperature < LEAST_TEMPERATURE:
         raise _refused("temperature", temperature, f"which must be 0 or >= {LEAST_TEMPERATURE}")
     stop = given.get("stop") or ()
-    parameters = SamplingParameters(
+    sampling = replace(
+        config,
         temperature=temperature,
         top_p=_number(given, "top_p", config.top_p, low=1e-6, high=1),
         top_k=max(0, int(top_k)),  # vLLM's -1 is all
         min_p=_number(given, "min_p", config.min_p, low=0, high=1),
-        max_tokens=int(_number(given, "max_tokens", room, low=1, high=room, whole=True)),
-        stop_token_ids=frozenset(_ids(given.get("stop_token_ids") or (), vocab_size)),
-        stop=(stop,) if isinstance(stop, str) else _texts(stop),
+        max_new_tokens=int(_number(given, "max_tokens", room, low=1, high=room, whole=True)),
+        stop_token_ids=[*config.stop_token_ids, *sorted(set(_ids(given.get("stop_token_ids") or (), vocab_size)))],
+        stop_strings=[*config.stop_strings, *((stop,) if isinstance(stop, str) else _texts(stop))],
     )
     seed = given.get("seed")
     if seed is not None and not (type(seed) is int and LEAST_SEED <= seed < WITHOUT_SEED):
         raise _refused("seed", seed, "which must be an integer from -2^62 to 2^63 - 1")
     count = int(_number(given, "n", 1, low=1, high=MOST_SAMPLES, whole=True))
-    return SampleRequest(prompt_ids, count, seed, parameters)
+    return SampleRequest(prompt_ids, count, seed, sampling)
 
 
 def _number(

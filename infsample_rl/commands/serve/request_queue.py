@@ -6,9 +6,9 @@ import itertools
 import threading
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from infsample_rl.commands.serve.parameters import WITHOUT_SEED, SampleRequest, SamplingParameters
+from infsample_rl.commands.serve.parameters import WITHOUT_SEED, SampleRequest
 from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
 from infsample_rl.types import Completion
 
@@ -43,7 +43,6 @@ class RequestQueue:
         self._line: deque[Waiting] = deque()
         self._changed, self._is_closed = threading.Condition(), False
         self._numbers = itertools.count(WITHOUT_SEED)
-        self._settings = engine.config
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -97,7 +96,7 @@ class RequestQueue:
             batch, seeds = list[Waiting](), set[int]()
             for waiting in [] if self._is_closed else line:
                 request = waiting.request
-                if request.parameters == line[0].request.parameters and request.seed not in seeds:
+                if request.config == line[0].request.config and request.seed not in seeds:
                     batch.append(waiting)
                     seeds |= set() if request.seed is None else {request.seed}
             self._line = deque(waiting for waiting in line if waiting not in batch)
@@ -105,7 +104,7 @@ class RequestQueue:
 
     def _decode(self, batch: list[Waiting]) -> None:
         """The noise of a request is of its seed: no company changes what it gets."""
-        self._set_up(batch[0].request.parameters)
+        self._engine.sample_by(batch[0].request.config)
         numbered = {
             next(self._numbers) if (seed := waiting.request.seed) is None else seed: waiting for waiting in batch
         }
@@ -128,19 +127,3 @@ class RequestQueue:
                     numbered[number].completions.set_result(ordered)
         if self._is_closed:
             raise QueueClosed
-
-    def _set_up(self, parameters: SamplingParameters) -> None:
-        """Let the engine sample so from its next call on."""
-        settings = self._settings
-        self._engine.sample_by(
-            replace(
-                settings,
-                temperature=parameters.temperature,
-                top_p=parameters.top_p,
-                top_k=parameters.top_k,
-                min_p=parameters.min_p,
-                max_new_tokens=parameters.max_tokens,
-                stop_token_ids=[*settings.stop_token_ids, *sorted(parameters.stop_token_ids)],
-                stop_strings=[*settings.stop_strings, *parameters.stop],
-            )
-        )

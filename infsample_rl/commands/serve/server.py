@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,7 +17,6 @@ from typing import Any
 import jinja2
 from aiohttp import web
 
-from infsample_rl.commands.serve.listening import refused
 from infsample_rl.commands.serve.parameters import SampleRequest, read_parameters
 from infsample_rl.commands.serve.request_queue import QueueClosed, QueueFull, RequestQueue
 from infsample_rl.config import Config
@@ -30,11 +31,14 @@ from infsample_rl.reward.policy_requests import (
     list_models,
     parse_json,
     read_json,
+    reason_phrase,
+    refusal,
 )
 from infsample_rl.types import Completion
 
 LARGEST_BODY = 64 << 20
 RETRY_AFTER_S = 1
+END_LIMIT_S = 5.0  # for answers that say that it ends
 OF_GENERATE = {"model", "request_id", "token_ids", "sampling_params", "cache_salt", "priority", "stream"}
 OF_CHAT = {"model", "messages", "tools", "tool_choice", "chat_template_kwargs", "return_token_ids", "user", "stream"}
 Body = dict[str, Any]
@@ -141,9 +145,8 @@ class Server:
             raise Refused("of each place the sampled token alone has a log-probability", parameter="top_logprobs")
         asked = self._read(given, prompt_ids)
         completions = await self._sampled(asked)
-        stops = [*self._served.config.rollout.stop_strings, *asked.parameters.stop]
         choices = [
-            self._choice(index, completion, stops, template if tools else None, wants_logprobs)
+            self._choice(index, completion, asked.config.stop_strings, template if tools else None, wants_logprobs)
             | ({"token_ids": completion.token_ids.tolist()} if body.get("return_token_ids") else {})
             for index, completion in enumerate(completions)
         ]
@@ -217,6 +220,28 @@ class Server:
             return await asyncio.wrap_future(waiting.completions)
         finally:  # also where the client has gone
             waiting.is_abandoned = True
+
+
+async def serve(app: web.Application, listening: socket.socket, *, handle_signals: bool = False) -> None:
+    """Answer at a socket until the task is cancelled or, with `handle_signals`, SIGINT or SIGTERM raises GracefulExit.
+    Of requests that are no HTTP the client hears, not the console."""
+    quiet = logging.Logger("serve", logging.CRITICAL + 1)
+    options: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": END_LIMIT_S, "logger": quiet}
+    runner = web.AppRunner(app, handle_signals=handle_signals, **options)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def refused(
+    message: str, status: int, parameter: str | None = None, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """The answer to a request that is refused."""
+    found = refusal(message, status, parameter)
+    return web.json_response(found, status=status, reason=reason_phrase(message), headers=headers)
 
 
 def _as_template_takes(message: Body) -> Body:
