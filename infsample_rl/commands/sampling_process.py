@@ -23,6 +23,7 @@ from infsample_rl.cluster.environments import environments_of
 from infsample_rl.cluster.rollout_interpreter import DRIVERS_PYTHON, rollout_interpreter
 from infsample_rl.cluster.worker_environment import worker_environment
 from infsample_rl.config import Config
+from infsample_rl.reward.keeper import how_ended
 from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, prctl
 from infsample_rl.rollout.environment.episodes import Environments
 from infsample_rl.rollout.worker import RolloutWorker
@@ -65,14 +66,10 @@ def _sample_in(python: str, config: Config, work: list[RolloutWork]) -> Iterator
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
     except (EOFError, ConnectionError):
-        raise RuntimeError(f"the process that samples with vLLM died ({_how(process.wait())})") from None
+        raise RuntimeError(f"the process that samples with vLLM died ({how_ended(process.wait())})") from None
     finally:
         process.kill()
         process.wait()
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def main(descriptor: int) -> None:

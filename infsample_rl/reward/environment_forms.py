@@ -14,7 +14,7 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from infsample_rl.reward.policy_conversation import Asked, PolicyTurn
 from infsample_rl.reward.policy_endpoint import PolicyEndpoint
@@ -29,17 +29,6 @@ class Acted(NamedTuple):
     reward: Any
     ended: bool
     token_ids: list[int] | None = None  # in the place of what is said
-
-
-class Acting(Protocol):
-    """An environment of one trajectory."""
-
-    def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """Begin; what is said then, None: nothing, or Asked, which takes the place of a row's prompt."""
-
-    def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
-        """What comes of a turn's text. `is_last`: no turn follows; a program may then be given None, no turn at all.
-        `calls`: of the tools that a program has offered."""
 
 
 def acts(kind: Any) -> bool:
@@ -85,13 +74,14 @@ def accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, A
 
 
 class Gymnasium:
-    """As Acting."""
+    """An environment of one trajectory, as the other forms are made."""
 
     def __init__(self, made: Any, call: Call) -> None:
         self._made, self._call = made, call
 
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """As Acting.open; the row's columns are reset's options. ValueError for actions that are no text."""
+        """Begin; what is said then, None: nothing. The row's columns are reset's options. ValueError for actions that
+        are no text."""
         space = getattr(self._made, "action_space", None)
         if space is not None and type(space).__name__ != "Text" and not _is_wrapped(self._made):
             raise ValueError(f"its actions are {space}, a policy's are texts: wrap it in a class whose step takes one")
@@ -100,7 +90,7 @@ class Gymnasium:
         return said[0] if isinstance(said, tuple) else said  # beside it is info
 
     def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
-        """As Acting.act."""
+        """What comes of a turn's text. `is_last`: no turn follows. `calls`: of the tools that a program has offered."""
         found = self._call(self._made.step, text)
         if not isinstance(found, tuple) or len(found) not in (4, 5):
             got = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
@@ -122,35 +112,35 @@ def _is_wrapped(made: Any) -> bool:
 
 
 class SkyRL:
-    """As Acting."""
+    """As Gymnasium."""
 
     def __init__(self, made: Any, call: Call) -> None:
         self._made, self._call = made, call
 
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """As Acting.open. The prompt is the row's, so that it is given none; it has no seed."""
+        """As Gymnasium.open. The prompt is the row's, so that it is given none; it has no seed."""
         messages, _ = self._call(self._made.init, [])
         return _contents(messages) or None
 
     def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
-        """As Acting.act."""
+        """As Gymnasium.act."""
         found = self._call(self._made.step, text)
         return Acted(_contents(found["observations"]), found["reward"], bool(found["done"]))
 
 
 class TextArena:
-    """As Acting, of games of one player. The reward comes with the end."""
+    """As Gymnasium, of games of one player. The reward comes with the end."""
 
     def __init__(self, made: Any, call: Call) -> None:
         self._made, self._call, self._said = made, call, ""
 
     def open(self, seed: int, columns: dict[str, Any]) -> Any:
-        """As Acting.open."""
+        """As Gymnasium.open."""
         self._call(self._made.reset, num_players=1, seed=seed)
         return self._observe()
 
     def act(self, text: str, is_last: bool = False, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> Acted:
-        """As Acting.act."""
+        """As Gymnasium.act."""
         done, _ = self._call(self._made.step, text)
         if not done:
             return Acted(self._observe(), 0.0, False)
@@ -167,14 +157,14 @@ class TextArena:
 
 
 class Program:
-    """As Acting. A thread is where it runs, between its requests."""
+    """As Gymnasium. A thread is where it runs, between its requests."""
 
     def __init__(self, made: Any) -> None:
         self._made, self._endpoint = made, PolicyEndpoint()
         self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def open(self, seed: int, columns: dict[str, Any]) -> Asked:
-        """As Acting.open: its first request. ValueError for one that ends without any."""
+        """Its first request, which takes the place of a row's prompt. ValueError for one that ends without any."""
         own = {"base_url": self._endpoint.base_url, "api_key": self._endpoint.key, "seed": seed}
         given = accepted(self._made.rollout, columns | own)
         threading.Thread(target=self._play, args=(given,), daemon=True).start()
@@ -191,7 +181,8 @@ class Program:
         calls: Sequence[tuple[str, dict[str, Any]]] = (),
         sampled: Sequence[Any] = (),
     ) -> Acted:
-        """As Acting.act: its next request, or its end, which has the reward. `sampled`: what more a PolicyTurn has."""
+        """Its next request, or its end, which has the reward. `text`: None after the last turn. `sampled`: what more a
+        PolicyTurn has."""
         self._endpoint.answer(None if text is None else PolicyTurn(text, calls, *sampled), is_last=is_last)
         asked = self._endpoint.asked.get()
         if asked is None:
@@ -206,7 +197,7 @@ class Program:
         try:
             reward = self._made.rollout(**given)
             if inspect.isawaitable(reward):
-                reward = asyncio.run(_awaited(reward))
+                reward = asyncio.run(awaited(reward))
         except BaseException as raised:
             error = raised
         self._ended.put((reward, error))
@@ -219,7 +210,11 @@ class Program:
         return reward
 
 
-async def _awaited(found: Any) -> Any:
+Acting = Gymnasium | SkyRL | TextArena | Program
+
+
+async def awaited(found: Any) -> Any:
+    """What an async function of a user's returns."""
     return await found
 
 

@@ -48,7 +48,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infsample_rl.reward.environment_forms import Acted, Acting, TextArena, accepted, acting
+from infsample_rl.reward.environment_forms import Acted, Acting, TextArena, accepted, acting, awaited
 from infsample_rl.reward.environment_maker import TOOLS, Maker
 from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
@@ -69,17 +69,17 @@ def main(isolation: Isolation) -> None:
     try:
         isolate(isolation)
         config, functions, control = pickle.loads(requests.recv_bytes())
-        _adopt_orphans(True)  # a service that the file starts in the background outlives a trajectory
+        prctl(SUBREAPER, 1)  # a service that the file starts in the background outlives a trajectory
         with contextlib.suppress(ImportError):
             import numpy  # noqa: F401  # so that forks can seed it, also for a reset that imports it
         maker = Maker(config, functions)
-        _adopt_orphans(False)
+        prctl(SUBREAPER, 0)
     except (ValueError, EOFError) as error:
         reply(replies, {"error": without_values(str(error))})
         os._exit(1)
     told = {"form": maker.form, "tools": maker.schemas, "rewards": maker.rewards, "columns": maker.columns}
     reply(replies, {"pid": os.getpid()} | told)
-    _be_called(b"environments")
+    prctl(NAME, b"environments")  # as `top` shows it, and chaos finds it
     lines = dict[int, int]()  # of every fork, to the host
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -140,8 +140,8 @@ class HostGone(Exception):
 def serve(host: socket.socket, maker: Maker) -> None:
     """Be the environment of one trajectory until the host is gone."""
     os.setsid()  # so that it is ended with all it starts
-    _adopt_orphans(True)  # those that the keeper has to adopt are of one that has ended
-    _be_called(ENVIRONMENT)
+    prctl(SUBREAPER, 1)  # those that the keeper has to adopt are of one that has ended
+    prctl(NAME, ENVIRONMENT)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     made: Any = None
     actor: Any = None
@@ -150,7 +150,7 @@ def serve(host: socket.socket, maker: Maker) -> None:
 
     def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         found = function(*arguments, **named)
-        return runner.run(_awaited(found)) if inspect.isawaitable(found) else found
+        return runner.run(awaited(found)) if inspect.isawaitable(found) else found
 
     try:
         while True:
@@ -186,17 +186,6 @@ def _seed_globally(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-
-
-def _be_called(name: bytes) -> None:
-    """As `top` shows it, and chaos finds it; a worker has the name of its phase there."""
-    if sys.platform.startswith("linux"):
-        prctl(NAME, name)
-
-
-def _adopt_orphans(is_on: bool) -> None:
-    if sys.platform.startswith("linux"):
-        prctl(SUBREAPER, int(is_on))
 
 
 def _read(host: socket.socket, size: int) -> bytes:
@@ -302,7 +291,3 @@ def _text(value: Any) -> str:
     if len(text) > MOST_SAID:
         text = text[: MOST_SAID // 2] + text[-MOST_SAID // 2 :]
     return without_values(text).encode(errors="replace").decode()
-
-
-async def _awaited(found: Any) -> Any:
-    return await found

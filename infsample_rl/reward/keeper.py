@@ -27,8 +27,8 @@ from pathlib import Path
 
 from infsample_rl.reward.hidden_values import begun_value, hide_values_of, without_values
 from infsample_rl.reward.isolation import Isolation
-from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, prctl
-from infsample_rl.reward.process_tree import be_subreaper, descendants, end_everything, end_orphans
+from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, SUBREAPER, prctl
+from infsample_rl.reward.process_tree import descendants, end_everything, end_orphans
 
 LOOK_EVERY_MS = 200  # at memory
 ENVIRONMENT = b"environment"  # the name of a trajectory's process
@@ -41,7 +41,7 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 def main(settings: str, served: str) -> None:
     """Fork the keeper and stand in for it; `settings` is an Isolation as JSON, `served` the module whose main() is the
     function process. Reads nothing: stdin and stdout are the function process's pipes."""
-    be_subreaper()
+    prctl(SUBREAPER, 1)  # the parent of whatever is orphaned below
     stand_in, keeper = os.getpid(), os.fork()
     if keeper == 0:
         _be_keeper(Isolation(**json.loads(settings)), served, stand_in)
@@ -59,7 +59,7 @@ def _be_keeper(isolation: Isolation, served: str, stand_in: int) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)  # the wake-up is what counts
-    be_subreaper()
+    prctl(SUBREAPER, 1)
     _end_with(stand_in, signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="infsample_rl_reward_") if isolation.level == "sandbox" else None
     output, written = os.pipe()
@@ -92,8 +92,7 @@ def _become_function_process(isolation: Isolation, keeper: int, folder: str | No
 
 def _end_with(parent: int, number: signal.Signals) -> None:
     """Get this signal when the parent ends."""
-    if _LINUX:
-        prctl(DEATH_SIGNAL, number)
+    prctl(DEATH_SIGNAL, number)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 

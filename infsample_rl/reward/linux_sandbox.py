@@ -13,6 +13,7 @@ import os
 import platform
 import stat
 import struct
+import sys
 
 SUBREAPER, DEATH_SIGNAL, NAME = 36, 1, 15  # prctl
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
@@ -43,8 +44,9 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
 def prctl(option: int, value: int | bytes) -> None:
-    """prctl(2); OSError when it fails."""
-    _check(_libc().prctl(option, value, 0, 0, 0), "prctl")
+    """prctl(2), on Linux alone; OSError when it fails."""
+    if sys.platform.startswith("linux"):
+        _check(_libc().prctl(option, value, 0, 0, 0), "prctl")
 
 
 def landlock_version() -> int:

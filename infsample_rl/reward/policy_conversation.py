@@ -11,10 +11,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from infsample_rl.data.fields import ROLES
-from infsample_rl.reward.policy_requests import Refused, parse_json
+from infsample_rl.reward.policy_requests import CHAT, GENERATE, Refused, logprob_entries, parse_json, usage
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -55,32 +55,15 @@ class PolicyTurn(NamedTuple):
     completion_tokens: int = 0
 
 
-class Conversation(Protocol):
-    """One trajectory's."""
-
-    def read(self, request: Mapping[str, Any]) -> Asked:
-        """A request's JSON. Refused for what cannot be, or would be passed over."""
-
-    def check(self, asked: Asked) -> None:
-        """Refused where the trajectory cannot go on with it."""
-
-    def ask(self, asked: Asked) -> Asked:
-        """It goes on with it; of token ids only those that are new."""
-
-    def answer(self, turn: PolicyTurn) -> dict[str, Any]:
-        """It goes on with the policy's turn; the JSON that the program gets. Refused where it is not what was asked
-        for."""
-
-
 class Chat:
-    """As Conversation: OpenAI's chat completions."""
+    """One trajectory's conversation by OpenAI's chat completions."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []  # of the last request, with its answer once there is one
         self._tools: list[Tool] = []
 
     def read(self, request: Mapping[str, Any]) -> Asked:
-        """As Conversation.read."""
+        """A request's JSON. Refused for what cannot be, or would be passed over."""
         _nothing_else(request, OF_CHAT)
         messages = request.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -91,7 +74,7 @@ class Chat:
         return Asked([_read_message(place, message) for place, message in enumerate(messages)], tools)
 
     def check(self, asked: Asked) -> None:
-        """As Conversation.check."""
+        """Refused where the trajectory cannot go on with it."""
         before, now = self._messages, asked.messages
         if not before:
             return _check_prompt(now)
@@ -113,12 +96,12 @@ class Chat:
             raise Refused(f"messages must have one message of the user more than the {len(before)} so far and no other")
 
     def ask(self, asked: Asked) -> Asked:
-        """As Conversation.ask."""
+        """It goes on with it."""
         self._messages, self._tools = list(asked.messages), asked.tools
         return asked
 
     def answer(self, turn: PolicyTurn) -> dict[str, Any]:
-        """As Conversation.answer."""
+        """It goes on with the policy's turn; the JSON that the program gets."""
         calls = [
             {"id": f"call_{secrets.token_hex(12)}", "name": name, "arguments": given} for name, given in turn.calls
         ]
@@ -127,19 +110,19 @@ class Chat:
         reason = "tool_calls" if calls else turn.finish_reason
         choice = {"index": 0, "message": _as_openai(message), "finish_reason": reason, "logprobs": None}
         head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": int(time.time())}
-        usage = _usage(turn.prompt_tokens, turn.completion_tokens)
-        return head | {"model": "policy", "choices": [choice], "usage": usage}
+        counts = usage(turn.prompt_tokens, turn.completion_tokens)
+        return head | {"model": "policy", "choices": [choice], "usage": counts}
 
 
 class Tokens:
-    """As Conversation: vLLM's /inference/v1/generate, by which nothing is rendered here."""
+    """As Chat, by vLLM's /inference/v1/generate: nothing is rendered here."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []  # of the last request, with its answer once there is one
         self._stops: Sequence[int] = ()  # of the last request
 
     def read(self, request: Mapping[str, Any]) -> Asked:
-        """As Conversation.read."""
+        """As Chat.read."""
         _nothing_else(request, OF_TOKENS)
         given = request.get("sampling_params") or {}
         if not isinstance(given, dict):
@@ -153,7 +136,7 @@ class Tokens:
         return Asked([], [], token_ids, stops)
 
     def check(self, asked: Asked) -> None:
-        """As Conversation.check."""
+        """As Chat.check."""
         before, now = self._token_ids, asked.token_ids or []
         if now[: len(before)] != before or len(now) == len(before):
             raise Refused(
@@ -162,13 +145,13 @@ class Tokens:
             )
 
     def ask(self, asked: Asked) -> Asked:
-        """As Conversation.ask."""
+        """As Chat.ask; only the ids that are new."""
         new = (asked.token_ids or [])[len(self._token_ids) :]
         self._token_ids, self._stops = [*self._token_ids, *new], asked.stops
         return asked._replace(token_ids=new)
 
     def answer(self, turn: PolicyTurn) -> dict[str, Any]:
-        """As Conversation.answer."""
+        """As Chat.answer. Refused where it is not what was asked for."""
         prompt = len(self._token_ids)
         self._token_ids += turn.token_ids  # also where it is refused: it was sampled
         passed = next((each for each in turn.token_ids[:-1] if each in self._stops), None)
@@ -177,17 +160,14 @@ class Tokens:
                 f"sampling_params.stop_token_ids has {passed}, behind which the policy went on: "
                 f"rollout.stop_token_ids=[{passed}] makes it a stop token of the run"
             )
-        names = [f"token_id:{each}" for each in turn.token_ids]
-        logprobs = [
-            {"token": name, "logprob": value, "bytes": list(name.encode()), "top_logprobs": []}
-            for name, value in zip(names, turn.logprobs, strict=True)
-        ]
+        logprobs = logprob_entries(turn.token_ids, turn.logprobs)
         choice = {"index": 0, "token_ids": list(turn.token_ids), "logprobs": {"content": logprobs}}
         found = {"request_id": secrets.token_hex(16), "choices": [choice | {"finish_reason": turn.finish_reason}]}
-        return found | {"prompt_logprobs": None, "usage": _usage(prompt, len(names))}
+        return found | {"prompt_logprobs": None, "usage": usage(prompt, len(turn.token_ids))}
 
 
-ROUTES: dict[str, type[Chat] | type[Tokens]] = {"/v1/chat/completions": Chat, "/inference/v1/generate": Tokens}
+Conversation = Chat | Tokens
+ROUTES: dict[str, type[Conversation]] = {CHAT: Chat, GENERATE: Tokens}
 
 
 def is_tool(value: Any) -> bool:
@@ -207,10 +187,6 @@ def is_tool(value: Any) -> bool:
 def are_ids(value: Any) -> bool:
     """Whether it is a list of what may be token ids."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-
-
-def _usage(prompt: int, sampled: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _nothing_else(given: Mapping[str, Any], known: Mapping[str, Any], where: str = "") -> None:

@@ -4,11 +4,12 @@ Standard library only."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from infsample_rl.data.bounded_json import load_json
 
-MODELS = "/v1/models"
+CHAT, GENERATE, MODELS = "/v1/chat/completions", "/inference/v1/generate", "/v1/models"
 LONGEST_PHRASE = 200
 LONGEST_SIZE = 18  # digits
 
@@ -74,3 +75,18 @@ def list_models(name: str, context: int | None) -> dict[str, Any]:
     """The JSON of GET /v1/models for a server of one. `context`: most tokens of a prompt and its response."""
     model = {"id": name, "object": "model", "created": 0, "owned_by": "infsample_rl", "max_model_len": context}
     return {"object": "list", "data": [model]}
+
+
+def usage(prompt: int, sampled: int) -> dict[str, int]:
+    """Tokens of an answer, as OpenAI's API counts them."""
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def logprob_entries(tokens: Iterable[str | int], logprobs: Iterable[float]) -> list[dict[str, Any]]:
+    """OpenAI's JSON of sampled tokens, texts or ids, with their log-probabilities under softmax(logits / temperature)
+    over the whole vocabulary."""
+    names = [token if isinstance(token, str) else f"token_id:{token}" for token in tokens]  # as vLLM names ids
+    return [
+        {"token": name, "logprob": float(value), "bytes": list(name.encode()), "top_logprobs": []}
+        for name, value in zip(names, logprobs, strict=True)
+    ]

@@ -9,16 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from infsample_rl.reward.linux_sandbox import SUBREAPER, prctl
-
 SWEEP_LIMIT_S = 10.0
 _LINUX = sys.platform.startswith("linux")
-
-
-def be_subreaper() -> None:
-    """Become the parent of whatever is orphaned below this process (Linux)."""
-    if _LINUX:
-        prctl(SUBREAPER, 1)
 
 
 def descendants(pid: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
 from infsample_rl.config import DTYPES, RewardFunctionConfig
+from infsample_rl.data.rows import one_line
 from infsample_rl.model.hub import cached_only
 from infsample_rl.reward.functions import MODEL_PREFIX
 
@@ -41,7 +42,7 @@ def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"reward.functions: {function.name}: no model config there; give a Hugging Face folder or hub name "
-            f"({_one_line(error)})"
+            f"({one_line(error)[:160]})"
         ) from None
     if config.num_labels != 1:
         raise ValueError(
@@ -49,10 +50,6 @@ def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
             "num_labels=1"
         )
     return config
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
 
 
 class RewardModel:
@@ -76,7 +73,7 @@ class RewardModel:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded "
-                f"({_one_line(error)})"
+                f"({one_line(error)[:160]})"
             ) from None
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])

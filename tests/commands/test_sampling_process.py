@@ -46,7 +46,7 @@ def interpreter(folder: Path, otherwise: str) -> Path:
     ("otherwise", "said"),
     [
         ("exit 3", "the process that samples with vLLM died (exit code 3)"),
-        ("kill -9 $$", "the process that samples with vLLM died (signal SIGKILL)"),
+        ("kill -9 $$", "the process that samples with vLLM died (killed by SIGKILL)"),
         (f'exec {sys.executable} "$@"', "rollout.engine=vllm: this interpreter has no vLLM"),
     ],
 )

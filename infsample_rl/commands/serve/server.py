@@ -25,14 +25,18 @@ from infsample_rl.data.turns import TurnTemplate, assistant_message
 from infsample_rl.model.tokenizer import response_text
 from infsample_rl.reward.policy_conversation import TOOLS, is_tool
 from infsample_rl.reward.policy_requests import (
+    CHAT,
+    GENERATE,
     MODELS,
     Refused,
     body_size,
     list_models,
+    logprob_entries,
     parse_json,
     read_json,
     reason_phrase,
     refusal,
+    usage,
 )
 from infsample_rl.types import Completion
 
@@ -66,8 +70,8 @@ class Server:
         self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         self.app.on_shutdown.append(self._end)
         self.app.router.add_get(MODELS, self._models)
-        self.app.router.add_post("/inference/v1/generate", self._generate)
-        self.app.router.add_post("/v1/chat/completions", self._chat)
+        self.app.router.add_post(GENERATE, self._generate)
+        self.app.router.add_post(CHAT, self._chat)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -111,7 +115,7 @@ class Server:
             {
                 "index": index,
                 "token_ids": completion.token_ids.tolist(),
-                "logprobs": {"content": _logprobs(completion, [f"token_id:{each}" for each in completion.token_ids])},
+                "logprobs": {"content": logprob_entries(completion.token_ids, completion.logprobs)},
                 "finish_reason": completion.finish_reason,
             }
             for index, completion in enumerate(completions)
@@ -174,7 +178,7 @@ class Server:
                 call["id"] = f"call_{uuid.uuid4().hex[:24]}"
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         tokens = [served.tokenizer.decode([each]) for each in ids] if wants_logprobs else []
-        logprobs = {"content": _logprobs(completion, tokens)} if wants_logprobs else None
+        logprobs = {"content": logprob_entries(tokens, completion.logprobs)} if wants_logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _render(self, messages: Any, tools: list[Any], kwargs: Mapping[str, Any]) -> list[int]:
@@ -263,15 +267,5 @@ def _as_template_takes(message: Body) -> Body:
     return found
 
 
-def _logprobs(completion: Completion, tokens: list[str]) -> list[Body]:
-    """Of softmax(logits / temperature) over the whole vocabulary."""
-    return [
-        {"token": token, "logprob": float(value), "bytes": list(token.encode()), "top_logprobs": []}
-        for token, value in zip(tokens, completion.logprobs, strict=True)
-    ]
-
-
-def _usage(prompt_ids: list[int], completions: list[Completion]) -> Body:
-    sampled = sum(len(completion.token_ids) for completion in completions)
-    counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": sampled}
-    return counts | {"total_tokens": sum(counts.values())}
+def _usage(prompt_ids: list[int], completions: list[Completion]) -> dict[str, int]:
+    return usage(len(prompt_ids), sum(len(completion.token_ids) for completion in completions))
