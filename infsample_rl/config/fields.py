@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -88,7 +88,7 @@ def out_of_bounds(value: Any, bound: Mapping[str, Any]) -> tuple[str, str]:
         if item is None:
             continue
         if bound["choices"] and item not in bound["choices"]:
-            return f"must be one of {', '.join(bound['choices'])}", _did_you_mean(str(item).lower(), bound["choices"])
+            return f"must be one of {', '.join(bound['choices'])}", did_you_mean(str(item).lower(), bound["choices"])
         low, high, above = bound["low"], bound["high"], bound["above"]
         if low is not None and not item >= low:  # nan too
             return f"must be >= {low}", f"; the nearest that works is {low}"
@@ -99,9 +99,10 @@ def out_of_bounds(value: Any, bound: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
-def _did_you_mean(value: str, choices: tuple[str, ...]) -> str:
+def did_you_mean(value: str, choices: Collection[str], cutoff: float = 0.6) -> str:
+    """ "; did you mean kk?" of the choice that looks most like a value, or ""."""
     sizes = [choice for choice in choices if choice.startswith(f"{value}-")]  # a100: there are two of them
-    nearest = sizes or difflib.get_close_matches(value, choices, n=1)
+    nearest = sizes or difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 

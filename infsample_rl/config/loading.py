@@ -4,7 +4,6 @@ starts."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import DATA_NAMES, Config
-from infsample_rl.config.fields import default_of
+from infsample_rl.config.fields import default_of, did_you_mean
 from infsample_rl.config.files import check_experiments, where_set, where_written
 from infsample_rl.config.overrides import (
     PACKAGE,
@@ -180,8 +179,7 @@ def _check_resume(resume: str) -> None:
     """ConfigError for a word that is neither a choice nor a folder. A path may be elsewhere or gone: a run's settings
     are read again long after the checkpoint it went on from."""
     if resume not in RESUME and "/" not in resume and not Path(resume).expanduser().is_dir():
-        near = difflib.get_close_matches(resume.lower(), RESUME, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(resume.lower(), RESUME)
         raise ConfigError(f"run.resume must be {RESUME_FORMS}, got {resume!r}, which is no folder{hint}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import logging
 import re
@@ -16,6 +15,7 @@ import numpy as np
 
 from infsample_rl.config import DataConfig
 from infsample_rl.config.environment import NAMELESS, of_row
+from infsample_rl.config.fields import did_you_mean
 from infsample_rl.data.fields import BadRow, Problem
 from infsample_rl.data.plain_text import marked, special_tokens, token_ids, unmarked
 from infsample_rl.data.rows import first_rows, one_line, report_bad_rows
@@ -154,10 +154,9 @@ def check_template_kwargs(tokenizer: Any, data: DataConfig) -> None:
                 f"data.chat_template_kwargs.{name} is not a keyword of the chat template, and is set here; leave it out"
             )
         if name not in words:
-            near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)
             unknown = f"data.chat_template_kwargs.{name}: no chat template used here knows such a keyword"
-            if near:
-                raise ValueError(f"{unknown}; did you mean {near[0]}?")
+            if near := did_you_mean(name, words, 0.75):
+                raise ValueError(unknown + near)
             logger.warning("%s; it has no effect", unknown)
 
 

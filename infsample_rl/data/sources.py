@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import pickle
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import DataConfig
+from infsample_rl.config.fields import did_you_mean
 from infsample_rl.data.fields import Fields, Problem, find_fields, to_problems
 from infsample_rl.data.rows import FILE_SUFFIXES, Row, one_line, read_rows
 from infsample_rl.model.hub import hub_reachable
@@ -108,8 +108,7 @@ def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = Fa
             rows = load_hub(repository, config or None, split)
         return [Row(number=number, fields=fields) for number, fields in enumerate(rows, start=1)]
     except ValueError as error:
-        near = difflib.get_close_matches(name, [*HUB_NAMES, *SHIPPED], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, [*HUB_NAMES, *SHIPPED])
         hint += f"; a config is given as {name}:CONFIG" if "config name is missing" in str(error).lower() else ""
         raise ValueError(
             f"{label}: the hub data set {name} cannot be loaded: {error}{hint}; to use a file give {AS_FILE}"

@@ -6,7 +6,6 @@ forms; TRL's and verl's batched one get a whole micro-group a call, the others o
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import numbers
@@ -17,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
+from infsample_rl.config.fields import did_you_mean
 from infsample_rl.config.reward import ENVIRONMENT, JUDGE, RULES
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.peer_forms import OF_TRL, Called, call_form, check_keywords, columns_of, form_of
@@ -63,10 +63,9 @@ def kind_of(name: str) -> str:
         return "user"
     if name.rstrip(":").endswith(".py"):
         raise ValueError(f"reward.functions: {name} names no function of the file: give {name.rstrip(':')}:FUNCTION")
-    nearest = difflib.get_close_matches(name, [*RULES, JUDGE, ENVIRONMENT], n=1, cutoff=0.5)
     raise ValueError(
         f"reward.functions: unknown name {name!r}; give {', '.join(RULES)}, judge, path/to/file.py:function or "
-        f"model:<folder or hub name>{f'; did you mean {nearest[0]}?' if nearest else ''}"
+        f"model:<folder or hub name>{did_you_mean(name, [*RULES, JUDGE, ENVIRONMENT], 0.5)}"
     )
 
 

@@ -119,9 +119,6 @@ def _call_trl(
     }
     if samples and "environment" in samples[0]:
         given["environments"] = [sample["environment"] for sample in samples]
-    missing = [name for name in _required(function) if name not in {**arguments, **given, **kwargs}]
-    if missing:
-        raise ValueError(f"the function needs the column {missing[0]!r}; the row has {', '.join(arguments) or 'none'}")
     return _values(_call(function, arguments | given | kwargs), count), reported
 
 

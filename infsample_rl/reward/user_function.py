@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import dis
 import importlib.util
 import inspect
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from infsample_rl.config.fields import did_you_mean
 from infsample_rl.config.peer_flags import read_flags
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.trl_stand_ins import Run, StandIns, TrainerReached, begin, is_result
@@ -36,7 +36,7 @@ def import_name(path: str, name: str, setting: str) -> Any:
     if not callable(found) or (inspect.isclass(found) and kind == "function"):
         own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
         plural = "classes" if kind == "class" else "functions"
-        listed = f"its {plural} are {', '.join(own) or 'none'}{_nearest(name, own)}"
+        listed = f"its {plural} are {', '.join(own) or 'none'}{did_you_mean(name, own)}"
         raise ValueError(f"{setting}: {path} has no {kind} {name}; {listed}")
     if inspect.isfunction(found):
         _check_reads(found, path, setting)
@@ -66,17 +66,12 @@ def given_to_trainer(words: list[str], name: str, setting: str) -> Any:
     )
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
-
-
 def _import_file(path: str, setting: str, *, is_main: bool = False) -> ModuleType:
     """`is_main`: as the script that this process runs."""
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "."
         there = [entry for entry in os.listdir(folder) if entry.endswith(".py")] if os.path.isdir(folder) else []
-        raise ValueError(f"{setting}: no file {path}{_nearest(os.path.basename(path), there)}")
+        raise ValueError(f"{setting}: no file {path}{did_you_mean(os.path.basename(path), there)}")
     full = os.path.abspath(path)
     private = "infsample_rl_user_" + "".join(letter if letter.isalnum() else "_" for letter in full)
     if private in sys.modules:

@@ -127,7 +127,7 @@ def test_only_finite_numbers_are_rewards(open_worker):
         ("too_few", "ValueError: the function returned 1 values for 2 samples"),
         ("no_list", "ValueError: the function must return a list of 2 rewards, got 1.0"),
         ("no_score", "ValueError: the function returned a dict without 'score'; its keys are acc"),
-        ("needs_level", "ValueError: the function needs the column 'level'; the row has answer"),
+        ("needs_level", r"TypeError: needs_level\(\) missing 1 required positional argument: 'level'"),
     ],
 )
 def test_a_failed_call_is_none_for_its_samples_and_shown(open_worker, function, failure):
