@@ -114,7 +114,7 @@ class RolloutConfig:
         [], "texts that end a sample at the token that completes one; rewards get the text before it"
     )
     bad_token_ids: list[int] = setting(
-        [], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference"
+        [], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference", low=0
     )
     prompts_at_once: str = setting(
         "auto",
@@ -184,8 +184,6 @@ class RolloutConfig:
                 "rollout.stop_strings must not hold U+FFFD, which incomplete characters decode to, got "
                 f"{self.stop_strings}"
             )
-        if any(token < 0 for token in self.bad_token_ids):
-            raise ValueError(f"rollout.bad_token_ids must be >= 0, got {self.bad_token_ids}")
         if self.kv_budget_bytes not in (None, "auto"):
             parse_bytes(self.kv_budget_bytes)
         if self.preemption not in PREEMPTIONS and self.park_folder is None:
