@@ -187,6 +187,21 @@ class MicroGroupHeader:
     episodes: list[Episode | None] = field(default_factory=list)  # of each sample; empty: there is no environment
     num_waiting: int = 0  # samples of the same stream that had not started then
 
+    @classmethod
+    def of(cls, completions: list[Completion], finished_at: float, **more: Any) -> MicroGroupHeader:
+        """Of samples of one prompt; `more`: what they do not say themselves."""
+        return cls(
+            prompt_index=completions[0].prompt_index,
+            sample_indices=[completion.sample_index for completion in completions],
+            lengths=[len(completion.token_ids) for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            policy_version=completions[0].policy_version,
+            finished_at=finished_at,
+            observed=[int((~completion.sampled).sum()) for completion in completions],
+            episodes=[completion.outcome for completion in completions],
+            **more,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEnd:

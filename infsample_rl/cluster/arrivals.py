@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import ray
 
+from infsample_rl.cluster.dealing import work_of
 from infsample_rl.cluster.messages import open_micro_group
 from infsample_rl.cluster.observed import ANSWER_S
 from infsample_rl.cluster.workers import Handle
@@ -123,24 +123,8 @@ class MicroGroups:
 
     def bring(self, completions: list[Completion], prompt: Prompt) -> MicroGroupArrival:
         """Keep one that an earlier process of the run has sampled."""
-        samples = [completion.sample_index for completion in completions]
-        header = MicroGroupHeader(
-            prompt_index=prompt.prompt_index,
-            sample_indices=samples,
-            lengths=[len(completion.token_ids) for completion in completions],
-            finish_reasons=[completion.finish_reason for completion in completions],
-            policy_version=completions[0].policy_version,
-            finished_at=time.time(),
-            observed=[int((~completion.sampled).sum()) for completion in completions],
-            episodes=[completion.outcome for completion in completions],
-        )
-        work = RolloutWork(
-            prompt_index=prompt.prompt_index,
-            prompt_ids=np.asarray(prompt.token_ids, np.int32),
-            sample_indices=samples,
-            start=prompt.start,
-        )
-        return self.enter(Finished(header, ray.put(completions), work))
+        header = MicroGroupHeader.of(completions, time.time())
+        return self.enter(Finished(header, ray.put(completions), work_of(prompt, header.sample_indices)))
 
     def completions(self, key: int) -> list[Completion] | None:
         """Open one, for the samples that are shown to the user; None if it is gone with its node."""

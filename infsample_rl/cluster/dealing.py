@@ -58,10 +58,10 @@ def deal(
     """
     if whole_prompts:
         return [
-            [_work(prompt, range(group_size)) for prompt in prompts[worker::num_workers]]
+            [work_of(prompt, range(group_size)) for prompt in prompts[worker::num_workers]]
             for worker in range(num_workers)
         ]
-    work = [_work(prompt, range(group_size)) for prompt in prompts]
+    work = [work_of(prompt, range(group_size)) for prompt in prompts]
     return split(
         work,
         num_workers,
@@ -106,7 +106,8 @@ def settle(owed: dict[int, RolloutWork], prompt_index: int, samples: list[int]) 
     return replace(work, sample_indices=list(samples))
 
 
-def _work(prompt: Prompt, samples: range) -> RolloutWork:
+def work_of(prompt: Prompt, samples: Iterable[int]) -> RolloutWork:
+    """Some samples of a prompt."""
     return RolloutWork(
         prompt_index=prompt.prompt_index,
         prompt_ids=prompt.token_ids,

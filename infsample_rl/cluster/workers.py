@@ -48,7 +48,7 @@ class Restarts:
     ) -> None:
         """`explain`: adds to what is said of a lost worker what is known beside."""
         self._explain = explain
-        self.by_part: dict[str, int] = {}  # since this start of the run
+        self.total = 0  # since this start of the run
         self._limit, self._note, self._sleep = limit, note, sleep
         self._in_a_row = Counter[str]()
 
@@ -62,18 +62,13 @@ class Restarts:
                 "are enough"
             )
         self._in_a_row[who] += 1
-        self.by_part[who] = self.by_part.get(who, 0) + 1
+        self.total += 1
         pause = 0.0 if before == 0 else min(LONGEST_PAUSE_S, 0.5 * 2.0 ** (before - 1))
         after = f" after {pause:g} s" if pause else ""
         self._note(
             f"{said}; started again{after} (restart {before + 1} of at most {self._limit} before a step is finished)"
         )
         self._sleep(pause)
-
-    @property
-    def total(self) -> int:
-        """Restarts since this start of the run."""
-        return sum(self.by_part.values())
 
     def step_finished(self) -> None:
         """A step has ended that the run had not finished before: what failed until then no longer counts."""

@@ -44,11 +44,6 @@ class AsyncTrainingStep:
         groups, rounds = self._ready or self._first()
         end_if_all_fail(run, self._saver, groups)
         stale = run.step - groups.step
-        if stale > run.config.run.max_staleness:
-            raise RuntimeError(
-                f"samples of weights version {groups.step} are to train version {run.step}: "
-                f"run.max_staleness={run.config.run.max_staleness}"
-            )
         data_state = run.prompts.state()  # a resumed run takes the next step's prompts again
         following = self._start_sampling(batch=run.step + 1) if run.step + 1 < run.total_steps else None
         waves = Waves(run.config, run.cluster.traffic)

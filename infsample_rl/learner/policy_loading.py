@@ -37,8 +37,10 @@ def load_policy(config: Config, device: torch.device, checkpoint: str | None, *,
     learner = config.learner
     # With LoRA never the checkpoint, which holds adapters alone; they come with its training state.
     path, dtype = (checkpoint, torch.float32) if learner.lora_rank == 0 else (None, getattr(torch, config.model.dtype))
-    load = load_in_slices if in_slices else _load_whole
-    lm, slices, how = load(config.model, device, path=path, dtype=dtype)
+    if in_slices:
+        lm, slices, how = load_in_slices(config.model, device, path=path, dtype=dtype)
+    else:
+        lm, slices, how = load_model(config.model, device, path=path, dtype=dtype), None, "whole"
     if learner.lora_rank == 0:
         return LoadedPolicy(lm, None, slices, how)
     with _weights_of_one_value(lm) if slices else contextlib.nullcontext():
@@ -55,12 +57,6 @@ def load_in_slices(
         return *load_outline(model, path=path, dtype=dtype), "in slices"
     except (OSError, ValueError, KeyError) as reason:  # what is wrong with the files load_model says better
         return load_model(model, device, path=path, dtype=dtype), None, f"{WHOLE}: {reason}"
-
-
-def _load_whole(
-    model: ModelConfig, device: torch.device | str, *, path: str | None, dtype: torch.dtype
-) -> tuple[PreTrainedModel, WeightSlices | None, str]:
-    return load_model(model, device, path=path, dtype=dtype), None, "whole"
 
 
 @contextlib.contextmanager

@@ -204,19 +204,12 @@ class RolloutWorker:
         return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 
     def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:
-        first = micro_group[0]
-        with_stays = not evaluation and first.prompt_index in self.config.timeline_prompts
-        return MicroGroupHeader(
-            prompt_index=first.prompt_index,
-            sample_indices=[completion.sample_index for completion in micro_group],
-            lengths=[len(completion.token_ids) for completion in micro_group],
-            finish_reasons=[completion.finish_reason for completion in micro_group],
-            policy_version=first.policy_version,
-            finished_at=self.engine.totals.last_step_at,
+        with_stays = not evaluation and micro_group[0].prompt_index in self.config.timeline_prompts
+        return MicroGroupHeader.of(
+            micro_group,
+            self.engine.totals.last_step_at,
             worker=self.worker_index,
             forecasts=[completion.forecast for completion in micro_group],
             stays=[completion.stays for completion in micro_group] if with_stays else [],
-            observed=[int((~completion.sampled).sum()) for completion in micro_group],
-            episodes=[completion.outcome for completion in micro_group],
             num_waiting=self.engine.num_waiting,
         )
