@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,33 +48,17 @@ def head_logits(hidden: Tensor, weight: Tensor, *, fp32: bool) -> Tensor:
     """Logits [R, V] of hidden [R, E] and the head's weight [V, E], in the weight's dtype or, with `fp32`, in float32.
 
     With `fp32` they are hidden.float() @ weight.float().T: products of 16-bit numbers are exact in float32, the sum and
-    the result are not rounded to 16 bits. No float32 copy of the whole weight is made, forward or backward. float64
-    stays.
+    the result are not rounded to 16 bits. No float32 copy of the whole weight is made, here or in head_backward, whose
+    gradients it is for. float64 stays.
     """
     if not fp32 or weight.dtype in (torch.float32, torch.float64):
         return F.linear(hidden, weight)
-    return _Float32Head.apply(hidden, weight)
-
-
-class _Float32Head(torch.autograd.Function):
-    """hidden.float() @ weight.float().T with float32 gradients, each rounded once a call, to the dtype of what it
-    belongs to."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        if weight.is_cuda:
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        hidden, logits = hidden.float(), hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
-        for part in _slices(weight):
-            logits[:, part] = hidden @ weight[part].float().T
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        return head_backward(gradient, hidden, weight, of_weight, fp32=True), of_weight
+    if weight.is_cuda:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    hidden, logits = hidden.float(), hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+    for part in _slices(weight):
+        logits[:, part] = hidden @ weight[part].float().T
+    return logits
 
 
 def head_backward(gradient: Tensor, hidden: Tensor, weight: Tensor, of_weight: Tensor | None, *, fp32: bool) -> Tensor:
