@@ -36,7 +36,7 @@ from torch import Tensor
 
 from infsample_rl.config import Config, ObjectiveConfig
 from infsample_rl.learner.divergence import kl_estimate, likely_kl
-from infsample_rl.types import LossTotals
+from infsample_rl.types import LossTotals, MaybeNone
 
 MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
 SCALED_TOKENS = 4096
@@ -72,8 +72,8 @@ def policy_loss(
     *,
     objective: ObjectiveConfig,
     totals: LossTotals,
-    ref_logprobs: Tensor | None = None,
-    likely: tuple[Tensor, Tensor] | None = None,
+    ref_logprobs: Tensor | MaybeNone = None,
+    likely: tuple[Tensor, Tensor] | MaybeNone = None,
     engine_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -86,7 +86,7 @@ def policy_loss(
     engine_weight and engine_weight_square (of `engine_weights`, for `effective_sample_size`). ref_logprobs is needed
     for a KL term and for distillation; `likely`, log-probabilities [T, K] of the teacher's likeliest ids by the policy,
     with gradient, and by the teacher, for objective.distill_top_k; engine_logprobs for importance weights; entropy
-    (with gradient) for objective.entropy_coef > 0; ValueError when missing or when totals are empty.
+    (with gradient) for objective.entropy_coef > 0. ValueError when totals are empty.
     objective.importance=auto counts as none: whoever knows the run resolves it.
     """
     denominator = loss_denominator(objective, totals)
@@ -94,11 +94,8 @@ def policy_loss(
         raise ValueError(f"the loss needs totals above zero, got {totals}")
     _, inverse, lengths = torch.unique(sequence_ids, return_inverse=True, return_counts=True)
     advantages = objective.reward_coef * advantages
-    if objective.distills:
-        if ref_logprobs is None:
-            raise ValueError(f"objective.distill_coef={objective.distill_coef} needs ref_logprobs, got None")
-        if objective.teacher_top_k == 0:
-            advantages = advantages + objective.distill_coef * (ref_logprobs - old_logprobs.detach())
+    if objective.distills and objective.teacher_top_k == 0:
+        advantages = advantages + objective.distill_coef * (ref_logprobs - old_logprobs.detach())
     log_ratio = logprobs - old_logprobs
     if objective.loss == "gspo":
         log_ratio = _sequence_sum(log_ratio, inverse, len(lengths))[inverse] / lengths[inverse]
@@ -125,8 +122,8 @@ def policy_loss(
 
 def _regularizer(
     logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    likely: tuple[Tensor, Tensor] | None,
+    ref_logprobs: Tensor | MaybeNone,
+    likely: tuple[Tensor, Tensor] | MaybeNone,
     entropy: Tensor | None,
     objective: ObjectiveConfig,
 ) -> tuple[Tensor, Tensor]:
@@ -134,15 +131,11 @@ def _regularizer(
     not used."""
     total = kl = torch.zeros_like(logprobs)
     if objective.teacher_top_k > 0:
-        if likely is None:
-            raise ValueError(f"objective.distill_top_k={objective.distill_top_k} needs likely, got None")
-        kl = likely_kl(*likely, objective.distill_kl)
+        kl = likely_kl(likely[0], likely[1], objective.distill_kl)
         total = total + objective.distill_coef * kl
-    elif objective.distills and ref_logprobs is not None:
+    elif objective.distills:
         kl = kl_estimate(logprobs.detach(), ref_logprobs, "k1")
     if objective.kl_in_loss:
-        if ref_logprobs is None:
-            raise ValueError(f"objective.kl={objective.kl} needs ref_logprobs, got None")
         kl = kl_estimate(logprobs, ref_logprobs, objective.kl)
         total = total + objective.kl_coef * kl
     if objective.entropy_coef > 0:
