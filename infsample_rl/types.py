@@ -346,6 +346,7 @@ class WeightManifest:
     version: int
     entries: list[tuple[str, str, tuple[int, ...], int, int]]  # name, dtype, shape, bucket, byte offset
     num_bytes: int
+    bucket_bytes: int  # of every bucket but the last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,7 +226,7 @@ def pack_buckets():
     def pack(named_tensors, version, bucket_bytes=BUCKET_BYTES):
         tensors = list(named_tensors)
         manifest = plan_weights(shapes_of(tensors), version, bucket_bytes)
-        return manifest, [bucket.copy() for bucket in stream_buckets(tensors, manifest, bucket_bytes)]
+        return manifest, [bucket.copy() for bucket in stream_buckets(tensors, manifest)]
 
     return pack
 

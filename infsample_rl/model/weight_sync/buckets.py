@@ -49,22 +49,22 @@ def plan_weights(shapes: Iterable[Shape], version: int, bucket_bytes: int = BUCK
         begin = -(-end // dtype.itemsize) * dtype.itemsize
         entries.append((name, str(dtype).removeprefix("torch."), shape, *divmod(begin, bucket_bytes)))
         end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return WeightManifest(version=version, entries=entries, num_bytes=end)
+    return WeightManifest(version=version, entries=entries, num_bytes=end, bucket_bytes=bucket_bytes)
 
 
-def bucket_sizes(manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+def bucket_sizes(manifest: WeightManifest) -> list[int]:
     """Bytes of every bucket of the stream."""
-    full, rest = divmod(manifest.num_bytes, bucket_bytes)
-    return [bucket_bytes] * full + ([rest] if rest else [])
+    full, rest = divmod(manifest.num_bytes, manifest.bucket_bytes)
+    return [manifest.bucket_bytes] * full + ([rest] if rest else [])
 
 
-def layout(manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:
+def layout(manifest: WeightManifest) -> list[list[Piece]]:
     """The pieces of every bucket, in order."""
-    pieces: list[list[Piece]] = [[] for _ in bucket_sizes(manifest, bucket_bytes)]
+    pieces: list[list[Piece]] = [[] for _ in bucket_sizes(manifest)]
     for entry, (_, dtype, shape, bucket, offset) in enumerate(manifest.entries):
         size, start, elements = getattr(torch, dtype).itemsize, 0, int(np.prod(shape, dtype=np.int64))
         while start < elements:
-            stop = min(elements, start + (bucket_bytes - offset) // size)
+            stop = min(elements, start + (manifest.bucket_bytes - offset) // size)
             pieces[bucket].append(Piece(entry, start, stop, offset))
             bucket, offset, start = bucket + 1, 0, stop
     return pieces
@@ -101,21 +101,16 @@ def misfit_of(own: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def fill_buckets(
-    tensors: Iterable[tuple[str, Tensor]],
-    manifest: WeightManifest,
-    buffers: Iterable[Tensor],
-    bucket_bytes: int = BUCKET_BYTES,
+    tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, buffers: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Each bucket as soon as it is full: the filled part of the next of `buffers` (uint8 [bucket_bytes], on any
-    device).
+    """Each bucket as soon as it is full: the filled part of the next of `buffers` (uint8 [manifest.bucket_bytes], on
+    any device).
 
     Takes one tensor at a time, and takes all of them. RuntimeError when they are not those of the manifest, in its
     order.
     """
     source, flat = iter(tensors), torch.empty(0)
-    for pieces, size, buffer in zip(
-        layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), buffers, strict=False
-    ):
+    for pieces, size, buffer in zip(layout(manifest), bucket_sizes(manifest), buffers, strict=False):
         for piece in pieces:
             if piece.start == 0:
                 flat = part = torch.empty(0)  # the last one goes before the next is gathered
@@ -139,35 +134,28 @@ def _next_tensor(source: Iterator[tuple[str, Tensor]], manifest: WeightManifest,
     return tensor.detach().reshape(-1)
 
 
-def stream_buckets(
-    tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[np.ndarray]:
+def stream_buckets(tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest) -> Iterator[np.ndarray]:
     """Buckets as numpy uint8 arrays, for an object store, which copies: each is valid until the next is asked for."""
-    buffer = torch.empty(min(bucket_bytes, manifest.num_bytes), dtype=torch.uint8)
-    for bucket in fill_buckets(tensors, manifest, itertools.repeat(buffer), bucket_bytes):
+    buffer = torch.empty(min(manifest.bucket_bytes, manifest.num_bytes), dtype=torch.uint8)
+    for bucket in fill_buckets(tensors, manifest, itertools.repeat(buffer)):
         yield bucket.numpy()
 
 
 @torch.no_grad()
 def unpack_buckets(
-    parameters: Mapping[str, Tensor],
-    manifest: WeightManifest,
-    buckets: Iterable[Tensor | np.ndarray],
-    bucket_bytes: int = BUCKET_BYTES,
+    parameters: Mapping[str, Tensor], manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray]
 ) -> None:
     """Copy every bucket, in order, into the parameters it belongs to, in place. Ask misfit() before; RuntimeError for
     too few bytes or too many."""
-    for piece, part in _parts(manifest, buckets, bucket_bytes):
+    for piece, part in _parts(manifest, buckets):
         name = manifest.entries[piece.entry][0]
         parameters[name].detach().view(-1)[piece.start : piece.stop].copy_(part)
 
 
-def unpack_tensors(
-    manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray], bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[str, Tensor]]:
+def unpack_tensors(manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray]) -> Iterator[tuple[str, Tensor]]:
     """Every parameter in the buckets by name, one at a time, in memory of its own. RuntimeError as unpack_buckets()."""
     flat = torch.empty(0)
-    for piece, part in _parts(manifest, buckets, bucket_bytes):
+    for piece, part in _parts(manifest, buckets):
         name, dtype, shape, *_ = manifest.entries[piece.entry]
         if piece.start == 0:
             flat = torch.empty(int(np.prod(shape, dtype=np.int64)), dtype=getattr(torch, dtype), device=part.device)
@@ -176,14 +164,10 @@ def unpack_tensors(
             yield name, flat.view(shape)
 
 
-def _parts(
-    manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray], bucket_bytes: int
-) -> Iterator[tuple[Piece, Tensor]]:
+def _parts(manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray]) -> Iterator[tuple[Piece, Tensor]]:
     """Every piece with its elements, which lie in a bucket: to be copied before the next is asked for."""
     source = iter(buckets)
-    for number, (pieces, size) in enumerate(
-        zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), strict=True)
-    ):
+    for number, (pieces, size) in enumerate(zip(layout(manifest), bucket_sizes(manifest), strict=True)):
         bucket = _as_tensor(next(source, torch.empty(0)))
         if len(bucket) != size:
             raise RuntimeError(

@@ -16,19 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infsample_rl.model.weight_sync.buckets import (
-    BUCKET_BYTES,
-    bucket_sizes,
-    fill_buckets,
-    misfit,
-    misfit_of,
-    unpack_buckets,
-)
+from infsample_rl.model.weight_sync.buckets import bucket_sizes, fill_buckets, misfit, misfit_of, unpack_buckets
 from infsample_rl.model.weight_sync.link import WeightLink
 from infsample_rl.types import WeightManifest, WeightSyncReport
 
-# (parameters, manifest, buckets, bucket bytes): bring the weights in the buckets to the parameters
-Load = Callable[[Mapping[str, Tensor], WeightManifest, Iterable[Tensor | np.ndarray], int], None]
+# (parameters, manifest, buckets): bring the weights in the buckets to the parameters
+Load = Callable[[Mapping[str, Tensor], WeightManifest, Iterable[Tensor | np.ndarray]], None]
 
 _GRACE_S = 5.0  # how long the others may take to say that they saw a transfer fail; who does not is named
 
@@ -44,9 +37,9 @@ def send_weights(link: WeightLink, tensors: Iterable[tuple[str, Tensor]], manife
     try:
         _offer(link, manifest)
         try:
-            for number, bucket in enumerate(fill_buckets(source, manifest, link.free_buffers(), link.bucket_bytes)):
+            for number, bucket in enumerate(fill_buckets(source, manifest, link.free_buffers())):
                 link.give(number, bucket)
-            num_buckets = len(bucket_sizes(manifest, link.bucket_bytes))
+            num_buckets = len(bucket_sizes(manifest))
             for number in range(max(0, num_buckets - 2), num_buckets):
                 link.taken(number)
             failure = "; ".join(problem for problem in link.mail.hear_all("loaded") if problem) or None
@@ -64,7 +57,7 @@ def _offer(link: WeightLink, manifest: WeightManifest) -> None:
     """Send the manifest and hear whether it fits everywhere; RuntimeError, here and there, when it does not."""
     _check_open(link)
     link.mail.begin()
-    link.mail.tell("offer", [manifest.version, manifest.entries, manifest.num_bytes])
+    link.mail.tell("offer", [manifest.version, manifest.entries, manifest.num_bytes, manifest.bucket_bytes])
     try:
         refusals = "; ".join(answer for answer in link.mail.hear_all("answer") if answer)
         if refusals:
@@ -86,15 +79,15 @@ def receive_weights(
     _check_open(link)
     mail, started = link.mail, time.monotonic()
     mail.begin()
-    offered, entries, num_bytes = mail.hear("offer")
+    offered, entries, num_bytes, bucket_bytes = mail.hear("offer")
     entries = [(name, dtype, tuple(shape), bucket, offset) for name, dtype, shape, bucket, offset in entries]
-    manifest = WeightManifest(version=offered, entries=entries, num_bytes=num_bytes)
+    manifest = WeightManifest(version=offered, entries=entries, num_bytes=num_bytes, bucket_bytes=bucket_bytes)
     problem = misfit(parameters, manifest, version)
     mail.tell(f"answer/{mail.member}", f"{mail.name}: {problem}" if problem else None)
     mail.hear("go")
     failure = None
     try:
-        load(parameters, manifest, link.take(bucket_sizes(manifest, link.bucket_bytes)), link.bucket_bytes)
+        load(parameters, manifest, link.take(bucket_sizes(manifest)))
         if link.device.type == "cuda":
             torch.cuda.synchronize(link.device)
     except RuntimeError as error:
@@ -134,7 +127,6 @@ def load_published(
     parameters: Mapping[str, Tensor],
     manifest: WeightManifest,
     buckets: Iterable[np.ndarray],
-    bucket_bytes: int = BUCKET_BYTES,
     load: Load = unpack_buckets,
 ) -> WeightSyncReport:
     """Load what stream_buckets published, in place, one bucket at a time; `load` as in receive_weights(). RuntimeError
@@ -143,7 +135,7 @@ def load_published(
     problem = misfit(parameters, manifest)
     if problem is not None:
         raise RuntimeError(problem)
-    load(parameters, manifest, buckets, bucket_bytes)
+    load(parameters, manifest, buckets)
     return _report(manifest.version, manifest.num_bytes, started)
 
 

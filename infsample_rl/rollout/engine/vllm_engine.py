@@ -227,11 +227,7 @@ class VLLMEngine(RolloutEngine):
         return VLLMLoop(engine, params_of, planner, stops, micro_groups, page_bytes, self._preempted, watch, turns)
 
     def _load(
-        self,
-        parameters: Mapping[str, Tensor],
-        manifest: WeightManifest,
-        buckets: Iterable[Tensor | np.ndarray],
-        bucket_bytes: int,
+        self, parameters: Mapping[str, Tensor], manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray]
     ) -> None:
         """Weights into every process of vLLM; nothing that old weights computed is used again. EngineFailed where not
         all of them came: layers are then neither of one version nor of the other."""
@@ -239,7 +235,7 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("weights came while vLLM had unfinished requests")
         if self._rests:
             self._llm.wake_up(tags=["weights"])
-        tensors = unpack_tensors(manifest, buckets, bucket_bytes)
+        tensors = unpack_tensors(manifest, buckets)
         try:
             if self.config.tensor_parallel == 1:  # in this process
                 self._llm.collective_rpc("load_tensors", args=(tensors,))

@@ -27,9 +27,9 @@ def model(seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).to(dtype)
 
 
-def load(into: torch.nn.Module, *published, **options):
+def load(into: torch.nn.Module, *published):
     """load_published() into a module's parameters."""
-    return load_published(dict(into.named_parameters()), *published, **options)
+    return load_published(dict(into.named_parameters()), *published)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,7 +40,7 @@ def test_loaded_weights_equal_packed_weights_in_any_number_of_buckets(dtype, buc
     manifest, buckets = pack_buckets(source.named_parameters(), version=4, bucket_bytes=bucket_bytes)
     for bucket in buckets:
         bucket.flags.writeable = False  # as Ray's object store hands them over
-    report = load(target, manifest, buckets, bucket_bytes=bucket_bytes)
+    report = load(target, manifest, buckets)
     assert len(buckets) == -(-32 * dtype.itemsize // bucket_bytes)
     assert (report.version, report.num_bytes) == (4, 32 * dtype.itemsize)
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
@@ -51,8 +51,8 @@ def test_a_tensor_larger_than_a_bucket_is_cut_and_every_element_lies_in_one_piec
     shapes = [("a", torch.bfloat16, (3,)), ("b", torch.float32, (2, 5)), ("c", torch.bfloat16, (1,))]
     manifest = plan_weights(shapes, 1, 16)
     assert [entry[3:] for entry in manifest.entries] == [(0, 0), (0, 8), (3, 0)]
-    assert bucket_sizes(manifest, 16) == [16, 16, 16, 2], "b begins at a multiple of 4"
-    assert layout(manifest, 16) == [[(0, 0, 3, 0), (1, 0, 2, 8)], [(1, 2, 6, 0)], [(1, 6, 10, 0)], [(2, 0, 1, 0)]]
+    assert bucket_sizes(manifest) == [16, 16, 16, 2], "b begins at a multiple of 4"
+    assert layout(manifest) == [[(0, 0, 3, 0), (1, 0, 2, 8)], [(1, 2, 6, 0)], [(1, 6, 10, 0)], [(2, 0, 1, 0)]]
 
 
 def test_the_sender_holds_one_tensor_and_the_buffers_it_was_given():
@@ -64,7 +64,7 @@ def test_the_sender_holds_one_tensor_and_the_buffers_it_was_given():
             yield name, parameter
 
     manifest = plan_weights(shapes_of(model(0).named_parameters()), 1, 40)
-    filled = fill_buckets(tensors(), manifest, iter(alive * 2), 40)
+    filled = fill_buckets(tensors(), manifest, iter(alive * 2))
     assert next(filled).data_ptr() == alive[0].data_ptr() and made == ["0.weight"], (
         "60 bytes: the first bucket needs no second tensor"
     )

@@ -154,7 +154,7 @@ def test_weights_on_their_way_to_several_processes_are_in_no_folder_that_a_kill_
     engine, vllm = VLLMEngine.__new__(VLLMEngine), Split()
     engine._llm, engine._rests, engine.config = vllm, False, RolloutConfig(engine="vllm", tensor_parallel=2)
     manifest = plan_weights(shapes_of(named), 1, 2**16)
-    engine.load({}, manifest, stream_buckets(named, manifest, 2**16), 2**16)
+    engine.load({}, manifest, stream_buckets(named, manifest))
     assert vllm.asked == "load_file" and vllm.found.split(maxsplit=1) == ["0", f"{dict(named)}\n"]
 
 

@@ -44,10 +44,10 @@ def publish(engine: VLLMEngine, folder: str, *, fails_after: int | None = None) 
 
     named = list(load_model(ModelConfig(path=folder, dtype=DTYPE)).named_parameters())
     manifest = plan_weights(shapes_of(named), 1, 2**16)
-    buckets = (bucket.copy() for bucket in stream_buckets(named, manifest, 2**16))
+    buckets = (bucket.copy() for bucket in stream_buckets(named, manifest))
     if fails_after is not None:
         buckets = chain(islice(buckets, fails_after), (1 / 0 for _ in range(1)))
-    load_published(engine.parameters, manifest, buckets, 2**16, engine.load)
+    load_published(engine.parameters, manifest, buckets, engine.load)
     engine.begin_version(1)
 
 
