@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-import torch
-
 from infsample_rl.commands.merge import load_policy_folder
 from infsample_rl.commands.run_settings import answering_config, quoted
 from infsample_rl.config import Config
@@ -44,17 +42,10 @@ class ChatOptions:
 class Chat:
     """One talk: what was said, and the engine that answers."""
 
-    def __init__(self, config: Config, options: ChatOptions, device: str) -> None:
+    def __init__(self, config: Config, options: ChatOptions) -> None:
         self.config, self.temperature = config, options.temperature
-        self.tokenizer = load_tokenizer(config.model)
-        check_template_kwargs(self.tokenizer, config.data)
-        self.engine = SamplingEngine(
-            load_policy_folder(config.model, device),
-            self.tokenizer,
-            config.rollout,
-            doubles=True,
-            lm_head_fp32=config.model.lm_head_fp32,
-        )
+        self.engine = answering_engine(config)
+        self.tokenizer = self.engine.tokenizer
         self.messages: list[dict[str, str]] = []
         self.turn = 0
 
@@ -92,6 +83,14 @@ class Chat:
             return HELP
         self.messages, self.turn = [], 0
         return "forgotten"
+
+
+def answering_engine(config: Config) -> SamplingEngine:
+    """What decodes a checkpoint's answers. ValueError in one line."""
+    tokenizer = load_tokenizer(config.model)
+    check_template_kwargs(tokenizer, config.data)
+    model = load_policy_folder(config.model)
+    return SamplingEngine(model, tokenizer, config.rollout, doubles=True, lm_head_fp32=config.model.lm_head_fp32)
 
 
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
@@ -132,7 +131,7 @@ def _run(arguments: list[str]) -> int:
     if not arguments or "=" in arguments[0]:
         raise ValueError("give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N")
     options, overrides = parse_with_settings(arguments[1:], ChatOptions)
-    chat = Chat(chat_config(arguments[0], options, overrides), options, "cuda" if torch.cuda.is_available() else "cpu")
+    chat = Chat(chat_config(arguments[0], options, overrides), options)
     if sys.stdin.isatty():
         print(HELP)
     talk(chat, sys.stdin, sys.stdout)

@@ -43,8 +43,9 @@ class MergeOptions:
     trust_remote_code: bool = option(False, "run code that comes with the base model")
 
 
-def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
-    """The model of a checkpoint, whole or of adapters, in model.dtype: what sampled."""
+def load_policy_folder(model: ModelConfig) -> PreTrainedModel:
+    """The model of a checkpoint, whole or of adapters, in model.dtype: what sampled. On a GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if not holds_adapters(model):
         return load_model(model, device)
     merged: Any = load_merged(Path(model.path), trust_remote_code=model.trust_remote_code)
@@ -55,7 +56,7 @@ def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
 def open_policy(model: ModelConfig, engine: str) -> Iterator[tuple[ModelConfig, PreTrainedModel | None]]:
     """The checkpoint as the engine takes it: loaded, or for vLLM as a folder, into which adapters are merged."""
     if engine == "native":
-        yield model, load_policy_folder(model, "cuda" if torch.cuda.is_available() else "cpu")
+        yield model, load_policy_folder(model)
     elif not holds_adapters(model):
         yield model, None
     else:

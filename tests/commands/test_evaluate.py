@@ -170,7 +170,7 @@ def test_a_talk_does_not_need_the_runs_memory(tiny_qwen3, tmp_path):
 def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     options = ChatOptions(temperature=0.0, max_new_tokens=8)
     config = chat_config(str(tiny_qwen3), options, [])
-    one = Chat(config, options, "cpu")
+    one = Chat(config, options)
     pieces = list(one.answer("hello"))
     assert one.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "".join(pieces)}]
     first = one.messages[1]["content"]
@@ -186,7 +186,7 @@ def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
 def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_qwen3):
     options = ChatOptions(temperature=0.0, max_new_tokens=6)
     out = io.StringIO()
-    one = Chat(chat_config(str(tiny_qwen3), options, []), options, "cpu")
+    one = Chat(chat_config(str(tiny_qwen3), options, []), options)
     # the last: a byte that is no UTF-8, as Python reads it
     talk(one, io.StringIO("hi\n\n/reset\n" + "x" * 5000 + "\nhi\udce9\n"), out)
     lines = out.getvalue().split("\n")

@@ -23,17 +23,13 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from aiohttp import web
 
-from infsample_rl.commands.merge import load_policy_folder
+from infsample_rl.commands.chat import answering_engine
 from infsample_rl.commands.run_settings import answering_config
 from infsample_rl.commands.serve.request_queue import RequestQueue
 from infsample_rl.commands.serve.server import Served, Server, serve
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
-from infsample_rl.data.chat import check_template_kwargs
-from infsample_rl.model.tokenizer import load_tokenizer
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
 KEY = "INFSAMPLE_RL_SERVE_KEY"
 ADDRESS = "127.0.0.1"
@@ -53,17 +49,14 @@ class ServeOptions:
 def build(checkpoint: str, options: ServeOptions, overrides: list[str], key: str) -> Server:
     """The server of a checkpoint. ValueError in one line."""
     config = answering_config(checkpoint, overrides, rows=options.rows, max_new_tokens=options.max_new_tokens)
-    tokenizer = load_tokenizer(config.model)
-    check_template_kwargs(tokenizer, config.data)
-    model = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
-    engine = SamplingEngine(model, tokenizer, config.rollout, doubles=True, lm_head_fp32=config.model.lm_head_fp32)
+    engine = answering_engine(config)
     queue = RequestQueue(engine, config.run.seed, most_waiting=options.waiting)
     served = Served(
         name=options.name or checkpoint,
         key=key,
         config=config,
-        tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
+        tokenizer=engine.tokenizer,
+        vocab_size=len(engine.tokenizer),
         context=engine.context,
         stop_token_ids=engine.stop_token_ids,
     )
