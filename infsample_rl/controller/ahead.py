@@ -4,14 +4,14 @@ them are gone."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
 
-from infsample_rl.controller.recording import Fetch, joined, split, write_arrays
+from infsample_rl.controller.recording import Fetch, completion_arrays, joined, read_completions, split, write_arrays
 from infsample_rl.types import Completion, Episode
 
 FILE = "ahead.safetensors"
@@ -30,10 +30,7 @@ def write_ahead(folder: Path, micro_groups: list[list[Completion]]) -> None:
     arrays = {
         "micro_groups": np.array(numbers, np.int32),
         "prompt_indices": np.array([completion.prompt_index for completion in completions], np.int32),
-        "sample_indices": np.array([completion.sample_index for completion in completions], np.int32),
-        "lengths": np.array([len(completion.token_ids) for completion in completions], np.int32),
-        "token_ids": joined([completion.token_ids for completion in completions], np.int32),
-        "logprobs": joined([completion.logprobs for completion in completions], np.float32),
+        **completion_arrays(completions),
     }
     truncated = [completion.sampling_logprobs for completion in completions]
     if all(logprobs is not None for logprobs in truncated):
@@ -56,22 +53,12 @@ def read_ahead(checkpoint: Path | None) -> list[list[Completion]]:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         # older checkpoints have them in the header
         facts = json.loads(arrays["facts"].tobytes() if "facts" in arrays else file.metadata()["facts"])
-    lengths = arrays["lengths"]
-    token_ids, logprobs = split(arrays["token_ids"], lengths), split(arrays["logprobs"], lengths)
-    truncated = split(arrays["sampling_logprobs"], lengths) if "sampling_logprobs" in arrays else None
-    episodes = facts.get("episodes") or [None] * len(lengths)  # older checkpoints know of none
-    completions = [
-        Completion(
-            prompt_index=int(arrays["prompt_indices"][place]),
-            sample_index=int(arrays["sample_indices"][place]),
-            token_ids=token_ids[place],
-            logprobs=logprobs[place],
-            sampling_logprobs=None if truncated is None else truncated[place],
-            finish_reason=reason,
-            policy_version=facts["policy_version"],
-            episode=episode and Episode(**episode),
-        )
-        for place, (reason, episode) in enumerate(zip(facts["finish_reasons"], episodes, strict=True))
-    ]
+    completions = read_completions(arrays, arrays["prompt_indices"].tolist(), facts)
+    episodes = facts.get("episodes") or [None] * len(completions)  # older checkpoints know of none
+    known = zip(completions, episodes, strict=True)
+    completions = [replace(completion, episode=episode and Episode(**episode)) for completion, episode in known]
+    if "sampling_logprobs" in arrays:
+        truncated = zip(completions, split(arrays["sampling_logprobs"], arrays["lengths"]), strict=True)
+        completions = [replace(completion, sampling_logprobs=own) for completion, own in truncated]
     numbered = zip(arrays["micro_groups"].tolist(), completions, strict=True)
     return [[completion for _, completion in group] for _, group in groupby(numbered, key=lambda pair: pair[0])]

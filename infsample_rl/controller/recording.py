@@ -55,10 +55,7 @@ def write_recording(
         "prompt_lengths": np.array([len(group.prompt.token_ids) for group in trained], np.int32),
         "prompt_ids": joined([group.prompt.token_ids for group in trained], np.int32),
         "group_sizes": np.array([len(group.samples) for group in trained], np.int32),
-        "sample_indices": np.array([sample.sample_index for sample in samples], np.int32),
-        "lengths": np.array([sample.length for sample in samples], np.int32),
-        "token_ids": joined([completion.token_ids for completion in completions], np.int32),
-        "logprobs": joined([completion.logprobs for completion in completions], np.float32),
+        **completion_arrays(completions),
         "rewards": np.array(rewards, np.float64),
         "advantages": joined([sample.advantages for sample in samples], np.float64),
         "turns": np.array([len(sample.advantages) for sample in samples], np.int32),  # that have one each
@@ -100,11 +97,12 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
             f"step={step} of {run_dir} cannot be read ({folder}): {' '.join(str(error).split())}"
         ) from None
     groups = _groups_of(facts, arrays)
+    prompt_indices = [group.prompt.prompt_index for group in groups for _ in group.samples]
     return RecordedStep(
         step=facts["step"],
         total_steps=facts["total_steps"],
         groups=groups,
-        completions=_completions_of(facts, arrays, groups),
+        completions=read_completions(arrays, prompt_indices, facts),
         metrics=facts["metrics"],
     )
 
@@ -141,23 +139,6 @@ def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gro
     ]
 
 
-def _completions_of(facts: dict[str, Any], arrays: dict[str, np.ndarray], groups: list[Group]) -> list[Completion]:
-    samples = [(group.prompt.prompt_index, sample) for group in groups for sample in group.samples]
-    token_ids, logprobs = (split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs"))
-    return [
-        Completion(
-            prompt_index=prompt_index,
-            sample_index=sample.sample_index,
-            token_ids=token_ids[sample.position],
-            logprobs=logprobs[sample.position],
-            sampling_logprobs=None,
-            finish_reason=sample.finish_reason,
-            policy_version=facts["policy_version"],
-        )
-        for prompt_index, sample in samples
-    ]
-
-
 def recording_folder(run_dir: Path, step: int) -> Path:
     """Where a step is recorded."""
     return run_dir / FOLDER / f"step_{step:06d}"
@@ -169,6 +150,36 @@ def write_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
         save_file(arrays, path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def completion_arrays(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    """What read_completions() reads, beside facts of the step."""
+    return {
+        "sample_indices": np.array([completion.sample_index for completion in completions], np.int32),
+        "lengths": np.array([len(completion.token_ids) for completion in completions], np.int32),
+        "token_ids": joined([completion.token_ids for completion in completions], np.int32),
+        "logprobs": joined([completion.logprobs for completion in completions], np.float32),
+    }
+
+
+def read_completions(
+    arrays: dict[str, np.ndarray], prompt_indices: Sequence[int], facts: dict[str, Any]
+) -> list[Completion]:
+    """The completions of completion_arrays(), whose prompts these are."""
+    token_ids, logprobs = (split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs"))
+    known = zip(prompt_indices, arrays["sample_indices"].tolist(), facts["finish_reasons"], strict=True)
+    return [
+        Completion(
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            token_ids=token_ids[place],
+            logprobs=logprobs[place],
+            sampling_logprobs=None,
+            finish_reason=reason,
+            policy_version=facts["policy_version"],
+        )
+        for place, (prompt_index, sample_index, reason) in enumerate(known)
+    ]
 
 
 def joined(arrays: Sequence[Any], dtype: type) -> np.ndarray:
