@@ -1,8 +1,8 @@
 """Reward `judge`: a model behind OpenAI's protocol reads what was asked and answered, and says how good it is.
 
-A verdict is the last of its kind in the reply, which may reason before it. What gives none, for whatever reason, is no
-reward of 0 but a failed one. Verdicts are kept by the content of the request, so that a run that goes on, or another
-over the same texts, gets the same ones and pays for none of them again.
+What gives no verdict (verdicts.py), for whatever reason, is no reward of 0 but a failed one. Verdicts are kept by the
+content of the request, so that a run that goes on, or another over the same texts, gets the same ones and pays for none
+of them again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from infsample_rl.data.fields import as_given
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.process_pool import CallValues
 from infsample_rl.reward.verdict_store import VerdictStore
+from infsample_rl.reward.verdicts import (
+    PAIRWISE_END,
+    RUBRIC_END,
+    SCORE_END,
+    NoVerdict,
+    on_scale,
+    share_met,
+    share_of_first,
+    start_of,
+)
 from infsample_rl.types import Prompt
 
 CHECK_S = 20.0  # that a server has to answer a first request, before a run starts
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 OWN_NAMES = {"score": ("question", "response"), "rubric": ("question", "response", "criteria")}
 OWN_NAMES["pairwise"] = ("question", "first", "second")
-SCORE = re.compile(
-    r"\bscore\b(?:\s*[(\[][^()\[\]\n]*[)\]](?=\W{0,4}?[:=]))?"  # the scale, said once more
-    r"(?:[\s:=*_`\"'<(\[]|[-–—](?=\s)){0,8}([-−]?(?:\d+(?:\.\d+)?|\.\d+))(?![\d.,]*\d|\s*[-–—]\s*\d)",
-    re.IGNORECASE,
-)
-VERDICT = re.compile(r"\bverdict\b\W{0,6}(first|second|tie)\b", re.IGNORECASE)
-ANSWER = re.compile(r"^\W*(\d+)\W{1,6}(yes|no)\b", re.IGNORECASE | re.MULTILINE)
-
-
-class NoVerdict(Exception):
-    """A reply, or what came instead of one, says nothing; the message is a problem as failure lines show it."""
 
 
 class Reply(NamedTuple):
@@ -140,7 +139,7 @@ def _reply_of(answer: Any) -> Reply:
         choice, usage = answer.choices[0], answer.usage
         text, is_cut = choice.message.content, choice.finish_reason == "length"
     except (AttributeError, IndexError, TypeError):
-        raise NoVerdict(f"gave no verdict: {_start(answer)} is no chat completion") from None
+        raise NoVerdict(f"gave no verdict: {start_of(answer)} is no chat completion") from None
     said = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
     read, written = (max(0, count) if isinstance(count, int) else 0 for count in said)
     return Reply(text if isinstance(text, str) else "", read, written, is_new=True, is_cut=is_cut)
@@ -203,18 +202,18 @@ class Judge:
             other = _text(as_given(prompt.columns)[str(judge.against)])  # a worked solution whole
             ways = [{"first": response, "second": other}, {"first": other, "second": response}]
             found = await asyncio.gather(
-                *(self._ask(shown | way, PAIRWISE_END, _share_of_first, asked) for way in ways), return_exceptions=True
+                *(self._ask(shown | way, PAIRWISE_END, share_of_first, asked) for way in ways), return_exceptions=True
             )  # what one cost counts though the other fails
             first, second = map(_or_raise, found)
             return (first + 1 - second) / 2
         if judge.form == "score":
             low, high = judge.scale
-            end = f"End your reply with a line `Score: N`, where N is a number from {low:g} to {high:g}."
-            return await self._ask(shown | {"response": response}, end, lambda text: _on_scale(text, low, high), asked)
+            end = SCORE_END.format(low=low, high=high)
+            return await self._ask(shown | {"response": response}, end, lambda text: on_scale(text, low, high), asked)
         criteria = self._criteria(prompt)
         numbered = "\n".join(f"{number}. {text}" for number, text in enumerate(criteria, 1))
         shown |= {"response": response, "criteria": numbered}
-        return await self._ask(shown, RUBRIC_END, lambda text: _share_met(text, len(criteria)), asked)
+        return await self._ask(shown, RUBRIC_END, lambda text: share_met(text, len(criteria)), asked)
 
     def _criteria(self, prompt: Prompt) -> list[str]:
         column = criteria_column(self._judge)
@@ -257,34 +256,6 @@ class Judge:
         return _reply_of(answer)
 
 
-PAIRWISE_END = "End your reply with a line `Verdict: first`, `Verdict: second` or `Verdict: tie`."
-RUBRIC_END = "End your reply with a line for every criterion by its number: `1: yes` if it is met, `1: no` if not."
-
-
-def _on_scale(text: str, low: float, high: float) -> float:
-    found = SCORE.findall(text)
-    if not found:
-        raise NoVerdict(f"gave no verdict: no `Score: N` in {_start(text)}")
-    score = float(found[-1].replace("−", "-"))
-    if not low <= score <= high:
-        raise NoVerdict(f"gave no verdict: Score: {found[-1]} is outside {low:g} to {high:g}")
-    return (score - low) / (high - low)
-
-
-def _share_of_first(text: str) -> float:
-    found = VERDICT.findall(text)
-    if not found:
-        raise NoVerdict(f"gave no verdict: no `Verdict: first`, `second` or `tie` in {_start(text)}")
-    return {"first": 1.0, "second": 0.0, "tie": 0.5}[found[-1].lower()]
-
-
-def _share_met(text: str, count: int) -> float:
-    said = {int(number): answer.lower() == "yes" for number, answer in ANSWER.findall(text)}
-    if any(number not in said for number in range(1, count + 1)):
-        raise NoVerdict(f"gave no verdict: not every one of {count} criteria has a yes or no in {_start(text)}")
-    return sum(said[number] for number in range(1, count + 1)) / count
-
-
 def _or_raise(found: float | BaseException) -> float:
     if isinstance(found, BaseException):
         raise found
@@ -299,11 +270,6 @@ def criteria_column(judge: JudgeConfig) -> str | None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _start(value: Any) -> str:
-    text = " ".join(without_values(str(value)).split())
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _one_line(error: BaseException) -> str:
