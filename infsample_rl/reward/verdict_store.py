@@ -28,6 +28,10 @@ class VerdictStore:
         self._run("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", place, text)
         return self.get(place) or text
 
+    def remove(self, place: str, text: str) -> None:
+        """Forget a text, unless another process has put another in its place meanwhile."""
+        self._run("DELETE FROM verdicts WHERE place = ? AND text = ?", place, text)
+
     def _run(self, statement: str, *values: str) -> list[tuple[str]]:
         if self._path is None:
             return []

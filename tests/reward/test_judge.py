@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -138,6 +139,23 @@ def test_the_first_verdict_of_several_processes_is_everybodys(server, entry, tmp
     assert [store.put("a", said) for store, said in zip(stores, ("Score: 1", "Score: 2"), strict=True)] == [
         "Score: 1"
     ] * 2
+
+
+def test_a_kept_reply_that_gives_no_verdict_any_more_is_asked_for_again(server, entry):
+    judged(entry(), ["3"])
+    path = judge_module.cache_folder() / "verdicts.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as kept, kept:
+        kept.execute("UPDATE verdicts SET text = 'It is fine.'")
+    server.reply = lambda *_: "None."
+    assert judged(entry(), ["3"]).problems == ["gave no verdict: no `Score: N` in 'None.'"]
+    server.reply = lambda *_: "Score: 7"
+    call = judged(entry(), ["3"])
+    assert call.values == [0.7] and call.reported["tokens"] == [1010.0] and len(server.asked) == 3
+    assert judged(entry(), ["3"]).values == [0.7] and len(server.asked) == 3, "what replaced it is kept"
+    store = judge_module.VerdictStore(path)
+    store.put("a", "Score: 1")
+    store.remove("a", "Score: 2")
+    assert store.get("a") == "Score: 1", "another process has replaced it"
 
 
 def test_a_run_that_can_be_repeated_keeps_its_verdicts(entry, tmp_path, monkeypatch):
