@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import threading
@@ -36,6 +37,8 @@ from infsample_rl.reward.verdicts import (
     start_of,
 )
 from infsample_rl.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 CHECK_S = 20.0  # that a server has to answer a first request, before a run starts
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -89,7 +92,8 @@ def columns_of(judge: JudgeConfig) -> list[str]:
 
 def check_judge(judge: JudgeConfig) -> list[list[str]]:
     """What it reads of a row, as columns.Needs. ValueError in one line where its prompt, its key or the package is
-    missing, or a first short request is not answered; a server that is busy, or slow though it has the model, passes.
+    missing, a first short request is not answered or no quota is left; a server that is busy, which a warning says, or
+    slow though it has the model, passes.
     """
     needs = columns_of(judge)
     asyncio.run(_try(judge))
@@ -105,8 +109,12 @@ async def _try(judge: JudgeConfig) -> None:
             async with asyncio.timeout(CHECK_S):
                 _reply_of(await client.chat.completions.create(**_request(judge, "Reply with one word.")))
             return
-        except (RateLimitError, InternalServerError):
-            return  # later requests are tried again
+        except (RateLimitError, InternalServerError) as error:
+            if "insufficient_quota" in (error.code, error.type):
+                raise ValueError(f"{where} says insufficient_quota: add to it, or give another key") from None
+            again = f"the run sends every request again up to retries={judge.retries} times"
+            logger.warning("%s does not answer yet (%s); %s", where, _one_line(error), again)
+            return
         except Exception as error:  # whatever a server that is none makes of it
             failure = error
         names = await _listed(client)

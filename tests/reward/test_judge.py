@@ -310,7 +310,7 @@ def test_a_judge_without_settings_is_refused_with_what_it_needs():
         load_config(["reward.functions=[judge]"])
 
 
-def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch):
+def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch, caplog):
     assert check_judge(config_of(entry())) == [["answer"]]
     assert check_judge(config_of(entry(text="{question} {response}"))) == []
     pairwise = config_of(entry(text="{first} {second} {topic}", form="pairwise", against="gold"))
@@ -337,8 +337,15 @@ def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch):
             check_judge(config_of(entry(**given)))
     server.models = []  # a server that answers need not keep a list
     assert check_judge(config_of(entry())) == [["answer"]]
+    caplog.clear()
     server.reply = lambda *_: lambda handler: handler.answer({"error": {"message": "later"}}, 429)
-    assert check_judge(config_of(entry())) == [["answer"]], "a busy server is one"
+    assert check_judge(config_of(entry(retries=2))) == [["answer"]], "a busy server is one"
+    (said,) = caplog.messages
+    assert "does not answer yet (RateLimitError: Error code: 429 - later)" in said and "retries=2 times" in said
+    for quota in ({"code": "insufficient_quota"}, {"type": "insufficient_quota", "code": None}):
+        server.reply = lambda *_, quota=quota: lambda handler: handler.answer({"error": {"message": "no"} | quota}, 429)
+        with pytest.raises(ValueError, match="says insufficient_quota: add to it, or give another key$"):
+            check_judge(config_of(entry()))
     server.reply = lambda *_: lambda handler: handler.answer("<html>Sign in</html>", kind="text/html")
     with pytest.raises(ValueError, match="does not answer a chat completion .*Sign in"):
         check_judge(config_of(entry()))
