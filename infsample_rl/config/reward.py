@@ -54,7 +54,12 @@ class JudgeConfig(RewardFunctionConfig):
     against: str | None = setting(None, "pairwise: the column of the text that every response is compared with")
     criteria: list[str] = setting([], "rubric: what a response shall meet; one name in braces: the column of them")
     key: str | None = setting(None, "environment variable with the key, which goes to the reward worker alone")
-    at_once: int = setting(32, "requests under way at a time, of each reward worker", low=1)
+    at_once: int = setting(
+        32,
+        "requests under way at a time, of each reward worker; when as many in a row (at least 4) have timed out, those "
+        "that wait fail at once",
+        low=1,
+    )
     retries: int = setting(
         5, "times that a request is sent again after 429, 5xx or a lost connection, within reward.timeout_s", low=0
     )

@@ -41,6 +41,7 @@ from infsample_rl.types import Prompt
 logger = logging.getLogger(__name__)
 
 CHECK_S = 20.0  # that a server has to answer a first request, before a run starts
+FEWEST_LATE = 4  # requests that time out in a row before the judge is taken as stalled
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 OWN_NAMES = {"score": ("question", "response"), "rubric": ("question", "response", "criteria")}
 OWN_NAMES["pairwise"] = ("question", "first", "second")
@@ -165,6 +166,7 @@ class Judge:
         self._store = VerdictStore(cache_folder() / "verdicts.sqlite" if judge.keep else None)
         self._under_way: dict[str, asyncio.Task[Reply]] = {}
         self._places = asyncio.Semaphore(judge.at_once)
+        self._num_late = 0  # requests that timed out since one was answered
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
@@ -245,6 +247,8 @@ class Judge:
                 return found
             self._store.remove(place, kept)  # an earlier version read it otherwise: ask again
         if place not in self._under_way:  # samples of a group may be alike
+            if not self._under_way:
+                self._num_late = 0  # none that waited is left: find out whether it answers again
             task = self._under_way[place] = asyncio.ensure_future(self._send(request))
             task.add_done_callback(lambda _: self._under_way.pop(place, None))
             reply = await task
@@ -257,14 +261,21 @@ class Judge:
         return read(self._store.put(place, reply.text))
 
     async def _send(self, request: dict[str, Any]) -> Reply:
+        """The answer, once there is a place. After as many timeouts in a row as there are places nothing is sent: what
+        waits would only wait longer."""
+        most_late = max(self._judge.at_once, FEWEST_LATE)
         async with self._places:
+            if self._num_late >= most_late:
+                raise NoVerdict(f"was not asked: the {most_late} requests before it timed out")
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await self._client.chat.completions.create(**request)
             except TimeoutError:
+                self._num_late += 1
                 raise NoVerdict(f"timed out after {self._timeout_s:g} s") from None
             finally:
                 self.num_replies += 1
+        self._num_late = 0
         return _reply_of(answer)
 
 

@@ -8,6 +8,7 @@ import re
 import socket
 import sqlite3
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -265,6 +266,28 @@ def test_many_are_asked_at_a_time_and_no_more_than_that(server, entry):
     server.reply = lambda request, number: time.sleep(0.2) or "Score: 5"
     judged(entry(at_once=4), [str(number) for number in range(12)])
     assert 2 <= server.most_at_once <= 4
+
+
+def test_a_judge_that_stalls_is_not_asked_by_all_that_wait(server, entry):
+    until = threading.Event()
+    server.reply = lambda *_: until.wait(30) and "Score: 5"
+    judge, responses = Judge(config_of(entry(at_once=4)), timeout_s=0.5), [str(number) for number in range(24)]
+    (call,) = judge.submit(prompt_of(), responses).result()
+    assert call.values == [None] * 24 and len(server.asked) <= 4 + 3, "one that times out gives its place to the next"
+    assert set(call.problems) == {"timed out after 0.5 s", "was not asked: the 4 requests before it timed out"}
+    until.set()
+    (call,) = judge.submit(prompt_of(), responses).result()
+    judge.close()
+    assert call.values == [0.5] * 24, "the next step asks again"
+
+
+def test_a_judge_that_answers_between_timeouts_is_asked_by_all(server, entry):
+    until = threading.Event()
+    server.reply = lambda request, _: "Score: 5" if request["messages"][0]["content"][4] in "35" else until.wait(30)
+    call = judged(entry(at_once=1), list("012345"), timeout_s=0.5)
+    until.set()
+    late = "timed out after 0.5 s"
+    assert call.values == [None, None, None, 0.5, None, 0.5] and call.problems == [late, late, late, "", late, ""]
 
 
 def test_a_worker_begins_all_micro_groups_of_a_call(server, entry, tiny_qwen3):
