@@ -34,7 +34,7 @@ run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not peers" $(ARGS)
 
-test-all: $(VENV)/.tools vllm verifiers test test-peers
+test-all: $(VENV)/.tools vllm verifiers smollm2 test test-peers
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "slow and not peers" $(ARGS)
 
 # Beside TRL and verl, where they are installed; part of test-all.
