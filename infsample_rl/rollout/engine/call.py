@@ -40,9 +40,9 @@ class Request:
             raise ValueError(f"prompt_ids, prompt_indices and sample_indices must be equally long, got {lengths}")
         return cls(prompt_ids, indices, asked)
 
-    def check(self, vocab_size: int, context: int | None, max_new_tokens: int) -> None:
-        """ValueError for prompts the model cannot read."""
-        for index, ids in zip(self.prompt_indices, self.prompt_ids, strict=True):
+    def check(self, vocab_size: int, context: int | None, max_new_tokens: int, schedule: str) -> None:
+        """ValueError for prompts the model cannot read, and for samples the schedule cannot give."""
+        for index, ids, asked in zip(self.prompt_indices, self.prompt_ids, self.sample_indices, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"prompt {index} is empty; give at least one token")
             if not (0 <= min(ids) and max(ids) < vocab_size):
@@ -52,6 +52,13 @@ class Request:
                 raise ValueError(
                     f"prompt {index} of {len(ids)} tokens + rollout.max_new_tokens = {max_new_tokens} is above the "
                     f"model's context of {context}; the nearest that works is max_new_tokens={context - len(ids)}"
+                )
+            if len(set(asked)) != len(asked):
+                raise ValueError(f"sample_indices of prompt {index} must differ, got {list(asked)}")
+            contiguous = list(range(asked[0], asked[0] + len(asked))) if len(asked) else []
+            if schedule == "dynamic_slot" and list(asked) != contiguous:
+                raise ValueError(
+                    f"sample_indices of prompt {index} must be contiguous with schedule=dynamic_slot, got {list(asked)}"
                 )
 
     def groups(

@@ -118,6 +118,8 @@ class RolloutEngine(ABC):
         in `stream`."""
         request = Request.of(prompt_ids, prompt_indices, sample_indices, self.config.group_size)
         indices = request.prompt_indices
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"prompt_indices must differ, got {indices}")
         groups: dict[int, dict[int, Completion]] = {index: {} for index in indices}
         for micro_group in self.stream(
             prompt_ids, seed, prompt_indices=indices, sample_indices=sample_indices, **options
@@ -154,7 +156,7 @@ class RolloutEngine(ABC):
         """
         config = evaluation_config(self.config) if evaluation else self.config
         request = Request.of(prompt_ids, prompt_indices, sample_indices, config.group_size)
-        request.check(self.vocab_size, self.context, config.max_new_tokens)
+        request.check(self.vocab_size, self.context, config.max_new_tokens, config.schedule)
         temperature = config.temperature if temperature is None else temperature
         check_temperature("temperature", temperature)
         sizes = [len(ids) for ids in prompt_ids]

@@ -50,6 +50,8 @@ def test_part_of_an_evaluation_under_dynamic_slot(make_model, make_tokenizer):
     engine = engine_of(make_model(), make_tokenizer(), group_size=8, schedule="dynamic_slot", max_new_tokens=4)
     found = engine.generate([[1] * 3], 0, sample_indices=[[0, 2]], evaluation=True)
     assert [each.sample_index for each in found[0]] == [0, 2]
+    with pytest.raises(ValueError, match="contiguous"):
+        engine.generate([[1] * 3], 0, sample_indices=[[0, 2]])
 
 
 def test_auto_budget_grows_with_the_longest_prompt(make_model, make_tokenizer):
