@@ -157,7 +157,7 @@ class DecodeLoop(StepLoop):
     def _end(self, samples: list[Sample]) -> None:
         super()._end(samples)
         if self.speculation is not None:
-            self.speculation.end(samples)
+            self.stats.draft_seconds += self.speculation.end(samples)
 
     def _drop_groups(self) -> None:
         """Let go of what was kept for groups that are done, and of the KV's memory where nobody holds any."""
