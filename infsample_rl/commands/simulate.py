@@ -108,7 +108,7 @@ def measure(workload: Workload, options: SimulateOptions) -> Iterator[dict[str, 
         for sigma in [*([] if reads else [None]), *(options.noise if reads or preempts else [])]:
             for preemption, drafts in product(options.preemptions if preempts else [None], drafting):
                 run = partial(simulate_call, workload, options, schedule=schedule, sigma=sigma, drafts=drafts)
-                run = partial(run, parks=preemption == "park", drafter=new_drafter() if drafts else None)
+                run = partial(run, parks=preemption == "park", drafter=new_drafter(drafts) if drafts else None)
                 found = [run(call) for call in calls]
                 known = "" if sigma is None else ", true lengths" if sigma == 0 else f", sigma {sigma:g}"
                 again = ", computed again" if preemption == "recompute" else ""

@@ -16,7 +16,7 @@ from infsample_rl.model.generation import stop_ids_of, unused_generation_setting
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.plan.placement import reference_text, total_gpus, worker_groups
-from infsample_rl.rollout.engine.decoder import knows
+from infsample_rl.rollout.engine.decoder import drafts_tokens, knows
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.length_prediction.run_bert import FIRST_GROUPS
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
@@ -141,9 +141,10 @@ def _rows_text(rollout: RolloutConfig) -> str:
 def _schedule_text(config: Config, architecture: PretrainedConfig) -> str:
     text = f"{config.rollout.schedule}, {_rows_text(config.rollout)} per rollout worker"
     if config.rollout.engine == "native" and not knows(architecture):
-        return f"{text}, decoded by transformers' own modules: there are no kernels for {architecture.model_type}"
-    has_decoder = config.cluster.rollout_gpus > 0 or config.model.dtype == "float32"
-    if not config.rollout.speculates or not has_decoder:
+        activation = getattr(architecture, "hidden_act", "silu")
+        kind = architecture.model_type + (f" with hidden_act={activation}" if activation != "silu" else "")
+        return f"{text}, decoded by transformers' own modules: there are no kernels for {kind}"
+    if not drafts_tokens(config, architecture):
         return text
     drafts = config.rollout.speculate
     return text + (", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each")

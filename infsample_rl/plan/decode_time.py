@@ -11,8 +11,11 @@ from infsample_rl.config import Config
 from infsample_rl.config.rollout import MOST_DRAFTS
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.rollout_memory import drafts_tokens, pool_page_bytes, pool_pages, weights_share
+from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages, weights_share
+from infsample_rl.rollout.engine.decoder import drafts_tokens
+from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
+from infsample_rl.rollout.schedule.drafter import needs_compiler
 from infsample_rl.rollout.simulator import simulate_prompts
 from infsample_rl.rollout.simulator_drafts import Text
 
@@ -43,26 +46,38 @@ class DecodeTime:
 def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
     """Running steps on `device`, what there is for weights and pool, from recorded `lengths`, cut at
     rollout.max_new_tokens; without any every response has that many tokens. Where the file has the tokens too, of
-    enough prompts and samples, drafted ones are counted: with rollout.speculate=auto as many as take least time."""
+    enough prompts and samples, drafted ones are counted: with rollout.speculate=auto as many as take least time.
+
+    ValueError where a number of drafts is asked for that needs a C++ compiler and none works here.
+    """
     rollout, samples = config.rollout, _samples(config)
     size, simulated = min(rollout.group_size, MOST_SIMULATED), min(samples, MOST_SIMULATED)
     sizes = [min(size, simulated - first) for first in range(0, simulated, size)]
     recorded = [] if lengths is None else read_recordings(lengths)
     texts = _texts(recorded, sizes, rollout.max_new_tokens)
     groups = _groups(config, sizes, recorded)
-    drafting = drafts_tokens(config, model)
-    if not drafting or texts is None:
-        tried = [0]
-    else:
-        tried = [0, 1, 3, MOST_DRAFTS] if rollout.speculate == "auto" else [int(rollout.speculate)]
+    tried = [0] if texts is None else _tried(config, model)
     best = min((_time(config, model, device, groups, texts, drafts) for drafts in tried), key=lambda each: each.seconds)
     return replace(
         best,
         lengths="every response as long as it may be" if lengths is None else lengths.name,
         samples=samples,
         running_steps=round(best.running_steps * samples / simulated),
-        drafts=None if drafting and texts is None else best.drafts,
+        drafts=None if texts is None and drafts_tokens(config, model.architecture) else best.drafts,
     )
+
+
+def _tried(config: Config, model: ModelOutline) -> list[int]:
+    """Numbers of drafted tokens, the best of which is what the run takes."""
+    speculate = config.rollout.speculate
+    if not config.rollout.speculates:
+        return [0]
+    works = cpu_kernels.has_compiler() and cpu_kernels.load("no tokens are drafted") is not None
+    if not works and speculate != "auto":
+        raise ValueError(needs_compiler("rollout.speculate", speculate))
+    if not works or not drafts_tokens(config, model.architecture):
+        return [0]
+    return [0, 1, 3, MOST_DRAFTS] if speculate == "auto" else [int(speculate)]
 
 
 def _samples(config: Config) -> int:

@@ -22,7 +22,7 @@ from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 from infsample_rl.rollout.engine.cpu_decoder import ANGLES
 from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of, whole_heads
 from infsample_rl.rollout.engine.decode_step import LOGITS_AT_A_TIME
-from infsample_rl.rollout.engine.decoder import knows
+from infsample_rl.rollout.engine.decoder import drafts_tokens, is_compiled
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
@@ -127,7 +127,7 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     receives into."""
     rows = most_rows(config, model, device)
     on_gpu = config.cluster.rollout_gpus > 0
-    drafts = drafts_tokens(config, model)
+    drafts = drafts_tokens(config, model.architecture)
     queries = max(rows, min(MOST_QUERIES, (1 + MOST_DRAFTS) * rows)) if drafts else rows
     if on_gpu:
         lines = {
@@ -145,7 +145,7 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
             texts = min(texts, 2 * BYTES_PER_TOKEN * tokens * config.run.steps)
         lines["drafted texts"] = texts
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
-    if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
+    if not on_gpu and not is_compiled(config, model.architecture):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))
     if choose_transport(config) in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
@@ -164,20 +164,9 @@ def _tables(config: Config, rows: int) -> int:
     return rows * (2 * 4 * response_pages(config) + 9 * 8 + 2 * 4) + prompts * (4 * pages + 12)
 
 
-def drafts_tokens(config: Config, model: ModelOutline) -> bool:
-    """Whether tokens are drafted (rollout.speculate)."""
-    on_gpu = config.cluster.rollout_gpus > 0
-    return config.rollout.speculates and (knows(model.architecture) if on_gpu else _is_compiled(config, model))
-
-
-def _is_compiled(config: Config, model: ModelOutline) -> bool:
-    """Whether the CPU's C++ decoder runs the layers."""
-    return knows(model.architecture) and config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
-
-
 def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
     hidden, query, kv, inner = model.widths
-    if _is_compiled(config, model):
+    if is_compiled(config, model.architecture):
         workspace = 2 * hidden + max(hidden, query) + max(query + 2 * kv, inner)
         places, reach = ANGLES, config.data.max_prompt_tokens + config.rollout.max_new_tokens
         while places < reach:
@@ -220,7 +209,7 @@ def _prefill(config: Config, model: ModelOutline) -> int:
     tokens, size = min(longest, PREFILL_TOKENS["cuda" if on_gpu else "cpu"]), _item(config)
     hidden, query, kv, inner = model.widths
     past = 2 * size * kv * (longest - tokens)
-    if _is_compiled(config, model) and not on_gpu:
+    if is_compiled(config, model.architecture) and not on_gpu:
         # query and keys before and after they are rotated, output, values
         attending = 2 * query + 2 * (query + kv) + 2 * kv
         return 4 * tokens * (2 * hidden + max(attending, hidden + 3 * inner)) + past

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from infsample_rl.config.rollout import MOST_QUERIES
-from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
+from infsample_rl.rollout.schedule.drafter import Drafter, needs_compiler, shared_out
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 
@@ -36,7 +36,7 @@ class Drafting:
         """`drafter`: knows the calls before. ValueError without texts, and where the drafter cannot be compiled."""
         if texts is None:
             raise ValueError(f"drafts={drafts} needs token ids")
-        self._drafter, self._texts, self._drafts = drafter or new_drafter(), texts, drafts
+        self._drafter, self._texts, self._drafts = drafter or new_drafter(drafts), texts, drafts
         self.drafted_tokens, self.accepted = 0, list[Accepted]()
 
     def accept(self, planner: StepPlanner, rows: Sequence[Sample]) -> None:
@@ -77,11 +77,11 @@ class Drafting:
         return text.samples[sample.sample_index]
 
 
-def new_drafter() -> Drafter:
-    """ValueError where it cannot be compiled."""
+def new_drafter(drafts: int) -> Drafter:
+    """For so many drafted tokens. ValueError where it cannot be compiled."""
     from infsample_rl.rollout.kernels import cpu_kernels  # needs torch
 
-    kernels = cpu_kernels.load()
+    kernels = cpu_kernels.load("no tokens are drafted") if cpu_kernels.has_compiler() else None
     if kernels is None:
-        raise ValueError("drafts need a C++ compiler")
+        raise ValueError(needs_compiler("speculate", drafts))
     return Drafter(kernels)

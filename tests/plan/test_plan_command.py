@@ -24,6 +24,7 @@ from infsample_rl.plan.processes import plan_role
 from infsample_rl.plan.rollout_memory import pool_page_bytes
 from infsample_rl.plan.run_plan import plan_run
 from infsample_rl.rollout.engine.kv_cache import free_bytes
+from infsample_rl.rollout.kernels import cpu_kernels
 
 
 @pytest.fixture(scope="session")
@@ -232,6 +233,21 @@ def test_recorded_tokens_give_the_steps_with_drafts():
     # without texts, or samples enough of a prompt, it is not known what drafts would come to
     assert decode(lengths=None).drafts is None and decode("rollout.group_size=33").drafts is None
     assert decode("rollout.kv_dtype=int8", "objective.importance=token_tis").drafts == 0
+
+
+def test_recorded_tokens_are_planned_without_drafts_where_there_is_no_compiler(monkeypatch, capsys):
+    def without_compiler():
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(cpu_kernels, "_compile_command", without_compiler)
+    settings = ["rollout.group_size=16", "rollout.kv_budget_tokens=1280", "data.prompts_per_step=4"]
+    settings += ["lengths=tests/data/tokens/kk_tiny_trained_T1.0_n32.jsonl.gz"]
+    status, plan = plan_json(capsys, *settings)
+    assert status == 0 and plan["decode"]["drafts"] == 0
+    assert main([*settings, "rollout.speculate=3"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "rollout.speculate=3 needs a C++ compiler" in said
+    assert said.endswith("or take rollout.speculate=0\n")
 
 
 def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):

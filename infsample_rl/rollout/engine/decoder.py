@@ -19,19 +19,43 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from infsample_rl.config import Config
 from infsample_rl.rollout.engine.attention import AttentionIn, AttentionOut, Step
+from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
 
 if TYPE_CHECKING:  # Triton may be absent
     from infsample_rl.rollout.engine.triton_layers import TritonLayers
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LENGTH_ROPES = ("dynamic", "longrope")  # whose angles depend on the longest position of a forward
 
 
 def knows(architecture: PretrainedConfig) -> bool:
-    """Whether a model of this config will be one that `supports` accepts, but for its activation."""
+    """Whether a model of this config will be one that `supports` accepts."""
     named = architecture.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(architecture.model_type, "")]
-    return named[0] in ARCHITECTURES
+    return named[0] in ARCHITECTURES and architecture.hidden_act == "silu"
+
+
+def length_rope_of(architecture: PretrainedConfig) -> str:
+    """The type of a model's RoPE where it is one of LENGTH_ROPES, else nothing."""
+    kind = (architecture.to_dict().get("rope_parameters") or {}).get("rope_type")
+    return kind if kind in LENGTH_ROPES else ""
+
+
+def is_compiled(config: Config, architecture: PretrainedConfig) -> bool:
+    """Whether compiled kernels will run the layers of such a model on the CPU."""
+    is_plain = config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
+    return is_plain and knows(architecture) and cpu_kernels.has_compiler()
+
+
+def drafts_tokens(config: Config, architecture: PretrainedConfig) -> bool:
+    """Whether tokens will be drafted for such a model, as speculation_of() decides when it is there."""
+    if not config.rollout.speculates or length_rope_of(architecture):
+        return False
+    if config.cluster.rollout_gpus == 0:
+        return is_compiled(config, architecture)
+    return knows(architecture) and cpu_kernels.has_compiler()
 
 
 def supports(model: PreTrainedModel) -> bool:

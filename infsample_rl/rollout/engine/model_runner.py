@@ -18,7 +18,7 @@ from infsample_rl.model.architecture import KVShape, check_full_attention, conte
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.rollout.engine import attention
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
-from infsample_rl.rollout.engine.decoder import FusedDecoder, supports
+from infsample_rl.rollout.engine.decoder import FusedDecoder, length_rope_of, supports
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.row_batch import RowBatch, trial_sample
 from infsample_rl.rollout.kernels import cpu_kernels
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # Triton may be absent
     from infsample_rl.rollout.kernels.paged_attention import Workspace
 
 PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}  # of a prompt in one forward, so that its activations do not grow with it
-LENGTH_ROPES = ("dynamic", "longrope")  # whose angles depend on the longest position of a forward
 
 
 class ModelRunner:
@@ -50,8 +49,7 @@ class ModelRunner:
         self.kernels: cpu_kernels.Kernels | MaybeNone = (
             cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
         )
-        rope = model.config.to_dict().get("rope_parameters") or {}
-        self.length_rope = rope["rope_type"] if rope.get("rope_type") in LENGTH_ROPES else ""
+        self.length_rope = length_rope_of(model.config)
         self.find_decoder()
         self._check_decoding()
         self.kv: PagedKV | MaybeNone = None  # of allocate()

@@ -18,7 +18,7 @@ from infsample_rl.rollout.engine.decoder import FusedDecoder
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
-from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
+from infsample_rl.rollout.schedule.drafter import Drafter, needs_compiler, shared_out
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 
@@ -273,10 +273,7 @@ def speculation_of(config: RolloutConfig, runner: ModelRunner) -> Speculation | 
         return Speculation(kernels, None if config.speculate == "auto" else int(config.speculate), holds_up=on_gpu)
     if config.speculate not in ("auto", "0"):
         if on_gpu:
-            raise ValueError(
-                f"rollout.speculate={config.speculate} needs a C++ compiler, for what finds the tokens to draft, and "
-                "none works here: install g++, name one in CXX, or take rollout.speculate=0"
-            )
+            raise ValueError(needs_compiler("rollout.speculate", config.speculate))
         raise ValueError(
             f"rollout.speculate={config.speculate} needs the compiled decoder or Llama, Qwen2 or Qwen3 on a GPU, and "
             f"this is model type {runner.model.config.model_type} in {runner.dtype} on {runner.device.type}; take "

@@ -168,6 +168,14 @@ def _library_path() -> Path:
     return path
 
 
+def has_compiler() -> bool:
+    """Whether a C++ compiler is named or found here; whether it works is seen where it is needed."""
+    try:
+        return bool(_compile_command())
+    except RuntimeError:
+        return False
+
+
 def _compile_command() -> list[str]:
     named = shlex.split(os.environ.get("CXX", ""))
     found = named or [compiler for compiler in COMPILERS if shutil.which(compiler)][:1]

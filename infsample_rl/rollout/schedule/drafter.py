@@ -25,6 +25,14 @@ TRIM_EVERY = 16_384  # tokens that may be new
 Texts = tuple[bytes, Sequence[bytes]]  # int32 tokens of a prompt and of its samples
 
 
+def needs_compiler(setting: str, value: object) -> str:
+    """What is said where so many tokens are to be drafted and the kernels cannot be had."""
+    return (
+        f"{setting}={value} needs a C++ compiler, for what finds the tokens to draft, and none works here: install "
+        f"g++, name one in CXX, or take {setting}=0"
+    )
+
+
 class Drafter:
     """Drafts by the longest match of a sample's last tokens (kernels/cpu_drafts.h) in its prompt's texts, or in the
     samples of other prompts where those say little. Texts are kept from call to call, so that a prompt's samples of an

@@ -198,7 +198,7 @@ def test_running_samples_of_prompts_that_are_not_known_are_no_drafts_for_others(
 
 @pytest.mark.parametrize("prompts", [([70], [70]), ([70], [80]), ([], [])], ids=str)
 def test_a_drafter_that_knows_the_call_before_drafts_from_it(prompts):
-    drafter, text, steps = new_drafter(), list(range(40)), []  # a text that never repeats itself
+    drafter, text, steps = new_drafter(7), list(range(40)), []  # a text that never repeats itself
     for prompt in prompts:
         given = {"texts": [Text(prompt, [text])], "drafts": 3, "drafter": drafter}
         steps.append(simulate_prompts([[40]], "arrival", slots=1, max_new_tokens=40, **given).running_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -10,16 +11,18 @@ import pytest
 import torch
 
 from infsample_rl.config import RolloutConfig
+from infsample_rl.controller.start_table import derived_table
 from infsample_rl.rollout.engine import speculation as speculation_module
+from infsample_rl.rollout.engine.decoder import drafts_tokens
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.speculation import Found, Record, Speculation, StepCost
 from infsample_rl.rollout.kernels import cpu_kernels
-from infsample_rl.rollout.schedule import drafter as drafter_module
-from infsample_rl.rollout.schedule.drafter import Drafter, shared_out
+from infsample_rl.rollout.schedule.drafter import shared_out
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
-from tests.engines import PROMPTS, bits_of, ends_of, make_engine
+from tests.drafting import Lender, decode_on
+from tests.engines import PROMPTS, STOP, bits_of, ends_of, make_engine
 
 SETTINGS = [
     {},
@@ -32,6 +35,8 @@ SETTINGS = [
     {"top_p": 0.9, "temperature": 0.5},
     {"temperature": 0.0},
     {"micro_group_size": 1, "slots": 1},
+    {"stop_strings": ["5 w1", "0 w2"]},
+    {"bad_token_ids": [1, 2, 5, 9]},
 ]
 
 
@@ -51,31 +56,23 @@ def test_no_draft_changes_a_bit_of_a_sample(make_model, make_tokenizer, monkeypa
         pool = engine.runner.kv
         assert engine.pages_now() == (pool.num_pages, 0)
     assert found[0] == found[1]
+    if "stop_strings" in settings:
+        ends = [(tokens[-1], reason) for each, _ in found[0] for group in each for tokens, reason in group]
+        assert any(reason == "stop" and last not in STOP for last, reason in ends)
     assert engine.stats.accepted_tokens > 0
     if drafts in (3, 7):
         assert steps[1] < 0.7 * steps[0]  # the very samples have been seen
     assert engine.stats.accepted_tokens <= engine.stats.drafted_tokens
 
 
-def test_drafts_follow_the_longest_match_and_among_equal_ones_the_most():
-    drafter = Drafter(cpu_kernels.load())
-    group = PromptGroup(0, [1, 2, 3, 4], [0, 1, 2, 3], GroupSettings("arrival", 4, 4), lambda index: index)
-    texts = [[9, 5, 6, 7], [9, 5, 6, 8], [9, 5, 6, 8]]
-    for index, tokens in enumerate(texts):
-        sample = Sample(group, index, index, 0)
-        sample.tokens.extend(tokens)
-        assert drafter.draft(sample, 1)[0] == []  # nobody has said more
-        drafter.end(sample)
-    last = Sample(group, 3, 3, 0)
-    last.tokens.extend([9])
-    assert drafter.draft(last, 3) == ([5, 6, 8], [5, 6, 7])  # with the prompt's four
-    last.tokens.extend([3, 5, 6])
-    assert drafter.draft(last, 1) == ([8], [2])
-    drafter.close()
-    again = PromptGroup(0, [1, 2, 3, 4], [0], GroupSettings("arrival", 1, 1), lambda index: index)
-    first = Sample(again, 0, 0, 0)
-    first.tokens.append(9)
-    assert drafter.draft(first, 2)[0] == [5, 6]
+def test_no_draft_changes_a_bit_of_an_evaluation(make_model, make_tokenizer):
+    found = []
+    for speculate in (0, 3):
+        engine = make_engine(make_model(), make_tokenizer(), speculate=speculate, group_size=12, max_new_tokens=40)
+        engine.generate(PROMPTS, seed=3)  # whose samples drafts are found in
+        groups = [engine.generate(PROMPTS, seed=3, evaluation=True, temperature=0.5) for _ in range(2)]
+        found.append([(ends_of(each), bits_of(each)) for each in groups])
+    assert found[0] == found[1] and engine.stats.accepted_tokens > 0
 
 
 def test_the_cost_of_a_step_is_fitted_and_one_that_was_disturbed_is_left_out():
@@ -97,49 +94,12 @@ def test_steps_that_take_whole_tiles_are_known_beside_the_line():
     assert cost.of(6) < 1.1 * cost.of(4) and cost.of(7) > 1.3 * cost.of(6) and cost.of(12) < 1.1 * cost.of(8)
 
 
-class Lender:
-    """A planner with pages for all."""
-
-    def lend_pages(self, sample, drafts):
-        return drafts
-
-
 @pytest.fixture
 def decode(monkeypatch):
-    """Decodes four rows, of which a share repeats itself, on a clock of its own; queries and seconds of every step."""
+    """Decodes four rows on a clock of its own (tests/drafting.py)."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(speculation_module, "time", clock)
-
-    def run(speculation, seconds, *, right, looking=0.0, steps=400):
-        group = PromptGroup(0, [1, 2, 3], [0, 1, 2, 3], GroupSettings("arrival", 4, 4), lambda index: index)
-        rows = [Sample(group, index, index, 0) for index in range(4)]
-        chance, queries, took = random.Random(0), [], []
-        found = speculation.drafter.draft
-
-        def draft(*given):
-            clock.now += looking / len(rows)
-            return found(*given)
-
-        speculation.drafter.draft = draft
-        for _ in range(steps):
-            began, rests = clock.now, speculation.rest()
-            drafts = (not rests and speculation.drafts_of(rows, Lender())) or [[] for _ in rows]
-            tokens = 0
-            for sample, drafted in zip(rows, drafts, strict=True):
-                for token in [*drafted, None]:
-                    usual = 10 + len(sample.tokens) % 5
-                    sample.tokens.append(usual if chance.random() < right else chance.randrange(20, 10**6))
-                    tokens += 1
-                    if token != sample.tokens[-1]:
-                        break
-            queries.append(sum(map(len, drafts)) + len(rows))
-            clock.now += seconds(queries[-1])
-            if not rests:
-                speculation.end_step(len(rows), queries[-1], tokens)
-            took.append(clock.now - began)
-        return queries, took
-
-    return run
+    return lambda *given, **options: decode_on(clock, *given, **options)[:2]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +117,7 @@ def test_as_many_are_drafted_as_pay(decode, seconds, right, fewest, most):
 
 
 @pytest.mark.parametrize("holds_up", [False, True])
-@pytest.mark.parametrize(("looking", "judging"), [(0.0, 0.0), (0.03, 0.0), (0.0, 0.03)])
+@pytest.mark.parametrize(("looking", "judging"), [(0.0, 0.0), (0.03, 0.0), (0.0, 0.03), (0.312, 0.0), (0.0, 0.312)])
 def test_looking_and_drafting_lose_little_where_they_do_not_pay(decode, monkeypatch, holds_up, looking, judging):
     """At most 2 % of the seconds, whatever was gained before; steps that could be launched ahead take 0.9 of them."""
     speculation = Speculation(cpu_kernels.load(), None, holds_up=holds_up)
@@ -222,89 +182,6 @@ def test_a_fixed_number_is_drafted_up_to_the_queries_of_a_step(decode):
     assert shared_out([7, 0, 2, 7], 8) == [3, 0, 2, 3] and shared_out([1, 1], 8) == [1, 1] and shared_out([2], 0) == [0]
 
 
-def test_groups_with_the_same_prompt_draft_for_one_another():
-    drafter = Drafter(cpu_kernels.load())
-    settings = GroupSettings("arrival", 1, 1)
-    groups = [PromptGroup(place, [1, 2, 3, 4, 6], [0], settings, lambda index: index) for place in (0, 1)]
-    first, second = (Sample(group, 0, 0, 0) for group in groups)
-    for sample in (first, second):
-        sample.tokens.append(8)
-        drafter.draft(sample, 1)
-    first.tokens.extend([9, 5])
-    drafter.end(first)
-    drafter.leave(groups[0])
-    before = drafter._texts[next(iter(drafter._texts))].known[second][1]
-    second.tokens.append(9)
-    assert drafter.draft(second, 1)[0] == [5] and before == 1, "its own tokens are known once"
-
-
-def test_what_a_prompts_own_texts_lack_is_found_in_other_prompts_samples():
-    drafter, settings = Drafter(cpu_kernels.load()), GroupSettings("arrival", 3, 3)
-    one, other = (PromptGroup(prompt, [prompt], [0, 1], settings, lambda index: index) for prompt in (1, 2))
-    before, sibling, sample = Sample(one, 0, 0, 0), Sample(other, 0, 0, 0), Sample(other, 1, 1, 0)
-    before.tokens.extend(range(20, 40))
-    drafter.end(before)
-    sample.tokens.append(20)
-    assert drafter.draft(sample, 3) == ([21, 22, 23], [-1, -2, -3])
-    sample.tokens.extend(range(21, 28))
-    assert drafter.draft(sample, 3) == ([28, 29, 30], [-8, -9, -10])
-    for own, found in (
-        ([0, 0, 0, 0, 0, 26, 27, 98], ([28], [-8])),
-        ([0, 0, 0, 0, 0, *range(23, 28), 99], ([99], [5])),
-    ):
-        sibling = Sample(other, 2, 2, 0)
-        sibling.tokens.extend(own)
-        drafter.end(sibling)
-        assert drafter.draft(sample, 1) == found
-    assert [len(samples) for _, samples in drafter.ended()] == [1, 2], "a sample is kept once"
-
-
-def test_samples_of_all_prompts_stay_within_their_bytes_and_are_gathered_anew(monkeypatch):
-    monkeypatch.setattr(drafter_module, "OTHERS_BYTES", 100_000)
-    drafter, sizes = Drafter(cpu_kernels.load()), []
-    settings, numbers = GroupSettings("arrival", 1, 1), random.Random(0)
-    for prompt in range(40):
-        sample = Sample(PromptGroup(prompt, [prompt], [0], settings, lambda index: index), 0, 0, 0)
-        for _ in range(300):
-            sample.tokens.append(numbers.randrange(10_000))
-            drafter.draft(sample, 3)
-        drafter.end(sample)
-        sizes.append(drafter._of_all.num_bytes)
-    assert any(after < before for before, after in zip(sizes, sizes[1:], strict=False))
-    assert 50_000 < max(sizes) <= 100_000
-
-
-@pytest.mark.parametrize("tokens", [65, 1025, 4096, 4097, 32769])
-def test_a_token_takes_no_more_bytes_than_the_plan_counts(tokens):
-    drafter, numbers = Drafter(cpu_kernels.load()), random.Random(0)
-    sample = Sample(PromptGroup(0, [1], [0], GroupSettings("arrival", 1, 1), lambda index: index), 0, 0, 0)
-    sample.tokens.extend(numbers.randrange(50_000) for _ in range(tokens))
-    drafter.end(sample)
-    (kept,) = drafter._texts.values()
-    assert max(kept.num_bytes, drafter._of_all.num_bytes) <= drafter_module.BYTES_PER_TOKEN * tokens + 1000
-
-
-@pytest.mark.parametrize("drafts", [True, False])
-def test_texts_stay_within_their_bytes(monkeypatch, drafts):
-    monkeypatch.setattr(drafter_module, "MOST_BYTES", 200_000)
-    monkeypatch.setattr(drafter_module, "TRIM_EVERY", 3000)
-    drafter = Drafter(cpu_kernels.load())
-    for prompt in range(8):
-        group = PromptGroup(prompt, [prompt], [0], GroupSettings("arrival", 1, 1), lambda index: index)
-        sample = Sample(group, 0, 0, 0)
-        for token in range(1500):
-            sample.tokens.append(token)
-            if drafts:
-                drafter.draft(sample, 3)
-        drafter.end(sample)
-        drafter.leave(group)
-    kept = [texts.num_bytes for texts in drafter._texts.values()]
-    assert sum(kept) <= 200_000 + drafter_module.BYTES_PER_TOKEN * 3000
-    drafter.close()
-    kept = [texts.num_bytes for texts in drafter._texts.values()]
-    assert 1 <= len(kept) < 8 and sum(kept) <= 200_000
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -323,6 +200,44 @@ def test_a_model_without_a_compiled_decoder_drafts_nothing_and_refuses_a_number(
     assert make_engine(model, make_tokenizer()).generate(PROMPTS, seed=1)
     with pytest.raises(ValueError, match="rollout.speculate=3 needs the compiled decoder"):
         make_engine(model, make_tokenizer(), speculate=3)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "rope_theta": 100.0}
+
+
+@pytest.mark.parametrize("speculate", ["auto", "0"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": DYNAMIC}),
+        ("llama", {"rope_parameters": LONG | {"original_max_position_embeddings": 16}}),
+        ("opt", {}),
+    ],
+    ids=str,
+)
+def test_a_plan_and_a_start_say_of_drafts_what_the_engine_does(make_model, worker_config, family, changes, speculate):
+    model = make_model(family, **changes)
+    for dtype in ("float32", "bfloat16"):
+        own = replace(worker_config.rollout, speculate=speculate)
+        config = replace(worker_config, rollout=own, model=replace(worker_config.model, dtype=dtype))
+        does = speculation_module.speculation_of(own, ModelRunner(model.to(getattr(torch, dtype)))) is not None
+        drafts = (family, changes, speculate, dtype) == ("llama", {}, "auto", "float32")
+        assert drafts_tokens(config, model.config) == does == drafts
+        table = dict(derived_table(config, model.config, total_steps=1, step=0, num_rows={"": 8}))
+        assert ("drafts tokens" in table["schedule"]) == does
+    model.float()
+
+
+def test_without_a_c_compiler_no_drafts_are_announced(make_model, worker_config, monkeypatch):
+    architecture = make_model().config
+    assert drafts_tokens(worker_config, architecture)
+    monkeypatch.setattr(cpu_kernels, "has_compiler", lambda: False)
+    for gpus in (0, 1):
+        config = replace(worker_config, cluster=replace(worker_config.cluster, rollout_gpus=gpus))
+        assert not drafts_tokens(config, architecture)
 
 
 def test_on_a_gpu_without_a_c_compiler_nothing_is_drafted_and_that_is_what_is_said(monkeypatch, make_model):
