@@ -139,17 +139,27 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
         lines = {"rows of a step": _rows_on_cpu(config, model, queries)}
         at_a_time = min(queries, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
     if drafts and not on_gpu:  # else they lie beside the GPU
-        tokens = config.samples_per_step * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
-        texts = MOST_BYTES + OTHERS_BYTES
-        if config.run.steps is not None:  # a sample is among its prompt's, and among those of all
-            texts = min(texts, 2 * BYTES_PER_TOKEN * tokens * config.run.steps)
-        lines["drafted texts"] = texts
+        lines["drafted texts"] = _drafted_texts(config)
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if not on_gpu and not is_compiled(config, model.architecture):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))
     if choose_transport(config) in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
     return lines | {"prefill of a prompt": _prefill(config, model)}
+
+
+def _drafted_texts(config: Config) -> int:
+    """What drafts are found in: all that the run samples, as far as it is kept."""
+    run, most = config.run, MOST_BYTES + OTHERS_BYTES
+    if run.steps is None:
+        return most
+    samples = run.steps * config.samples_per_step
+    if config.has_evaluations:
+        held_out = sum(part.held_out is not None for part in config.data.parts.values())
+        times = 2 + (run.steps // run.eval_every if run.eval_every else 0)  # before the first step, after the last
+        samples += times * held_out * run.eval_prompts * run.eval_samples
+    tokens = samples * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    return min(most, 2 * BYTES_PER_TOKEN * tokens)  # a sample is among its prompt's, and among those of all
 
 
 def _prompts(config: Config, rows: int) -> int:

@@ -25,6 +25,7 @@ from infsample_rl.plan.rollout_memory import pool_page_bytes
 from infsample_rl.plan.run_plan import plan_run
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.kernels import cpu_kernels
+from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN
 
 
 @pytest.fixture(scope="session")
@@ -248,6 +249,22 @@ def test_recorded_tokens_are_planned_without_drafts_where_there_is_no_compiler(m
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "rollout.speculate=3 needs a C++ compiler" in said
     assert said.endswith("or take rollout.speculate=0\n")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "samples"),
+    [
+        (["run.eval_prompts=0"], 0),
+        (["run.eval_prompts=3", "run.eval_every=0"], 2 * 3),
+        (["run.eval_prompts=3", "run.eval_every=1"], 4 * 3),
+    ],
+)
+def test_texts_of_evaluations_are_planned_too(evaluations, samples):
+    settings = ["run.steps=2", "data.prompts_per_step=2", "rollout.group_size=2"]
+    config = load_config([*settings, *evaluations])
+    planned = plan_role(config, ModelOutline.of(config), "rollout").lines["drafted texts"]
+    reach = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    assert planned == 2 * BYTES_PER_TOKEN * (8 + samples) * reach
 
 
 def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
