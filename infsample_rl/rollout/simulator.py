@@ -263,7 +263,7 @@ class _Run:
     def _predict_again(self, rows: Sequence[Sample]) -> None:
         for sample in rows:
             moments = self._moments[sample.group_id, sample.sample_index]
-            if moments and moments[-1] == sample.num_tokens:
+            while moments and moments[-1] <= sample.num_tokens:  # drafted tokens may lead past one
                 sample.predicted = float(self.repredicted[sample.group_id][sample.sample_index][moments.pop()])
 
     def _end(self, ended: list[Sample]) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.rollout import SCHEDULES, RolloutConfig
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-from infsample_rl.rollout.simulator import Stay, simulate, simulate_prompts, slot_bound, token_bound
+from infsample_rl.rollout.simulator import Stay, _Run, simulate, simulate_prompts, slot_bound, token_bound
+from infsample_rl.rollout.simulator_drafts import Text
 
 LENGTHS = [6, 1, 4, 2, 5, 3]
 
@@ -245,3 +246,24 @@ def test_vllms_rule_ends_every_sample_within_its_memory(seed):
         (prompt, sample) for prompt, lengths in enumerate(groups) for sample in range(len(lengths))
     ]
     assert found.tokens == sum(map(sum, groups)) and found.peak_kv_tokens <= budget
+
+
+def test_a_prediction_that_drafted_tokens_lead_past_counts(monkeypatch):
+    seen, end = {}, _Run._end
+
+    def watch(self, ended):
+        seen.update({sample.sample_index: sample.predicted for sample in ended})
+        end(self, ended)
+
+    monkeypatch.setattr(_Run, "_end", watch)
+    moments = [{6: 50.0, 20: 45.0}, {6: 51.0, 20: 44.0}]
+    found = simulate_prompts(
+        [[40, 40]],
+        "token_budget",
+        max_rows=1,
+        repredicted=[moments],
+        texts=[Text([1, 2, 3, 4, 5], [list(range(40))] * 2)],
+        drafts=7,
+    )
+    assert found.running_steps < 60, "the second sample is the first, of which seven tokens are drafted at a time"
+    assert seen == {0: 45.0, 1: 44.0}
