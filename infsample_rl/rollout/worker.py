@@ -109,7 +109,7 @@ class RolloutWorker:
                 micro_group = next(micro_groups, None)
             if micro_group is None:
                 if self._draft_file is not None:
-                    self._draft_file.write()
+                    self.engine.stats.draft_seconds += self._draft_file.write()
                 return
             if micro_group:
                 yield self._header(micro_group, evaluation)

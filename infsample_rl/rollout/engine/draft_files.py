@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -15,6 +16,7 @@ import numpy as np
 from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN, MOST_BYTES, Drafter, Texts
 
 FOLDER = "drafts"  # of a run
+WRITING = 0.01  # of a worker's time, at most
 
 
 class DraftFile:
@@ -25,14 +27,23 @@ class DraftFile:
         warned of and left out."""
         self._path, self._drafter = run_dir / FOLDER / f"worker_{worker}.npz", drafter
         self._is_broken = False
+        self._written = 0  # samples that the drafter had kept
+        self._not_before = 0.0  # time.perf_counter()
         for prompt, samples in _newest([_read(path, vocab_size) for path in sorted(self._path.parent.glob("*.npz"))]):
             drafter.add(prompt, samples)
 
-    def write(self) -> None:
-        """Not while samples are drawn. Where nothing can be written, as on a full disk, a warning says so once."""
+    def write(self) -> float:
+        """Where samples were kept since the last time, and that is long enough ago; the seconds it took. Not while
+        samples are drawn. Where nothing can be written, as on a full disk, a warning says so once."""
+        started, num_kept = time.perf_counter(), self._drafter.num_kept
+        if not self._is_broken and num_kept != self._written and started >= self._not_before:
+            self._write()
+            self._written, ended = num_kept, time.perf_counter()
+            self._not_before = ended + (ended - started) / WRITING
+        return time.perf_counter() - started
+
+    def _write(self) -> None:
         texts = self._drafter.ended()
-        if self._is_broken or not texts:
-            return
         parts = [part for prompt, samples in texts for part in (prompt, *samples)]
         aside = self._path.with_name(f".{self._path.name}.tmp")
         try:
@@ -49,7 +60,7 @@ class DraftFile:
             self._is_broken = True
             with contextlib.suppress(OSError):
                 aside.unlink()
-            warnings.warn(f"what drafts are found in is not kept, after a crash it is gone: {error}", stacklevel=2)
+            warnings.warn(f"what drafts are found in is not kept, after a crash it is gone: {error}", stacklevel=3)
 
 
 def _read(path: Path, vocab_size: int) -> Sequence[Texts]:

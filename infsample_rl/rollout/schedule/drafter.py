@@ -45,6 +45,7 @@ class Drafter:
         self._of_all = _Texts(kernels, NOTHING)  # the newest samples that have ended, of every prompt
         self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
         self._tokens_since = 0
+        self.num_kept = 0  # samples so far, those that were forgotten since among them
 
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
         """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by:
@@ -57,7 +58,7 @@ class Drafter:
     def end(self, sample: Sample) -> None:
         """The sample has ended: all its tokens draft for others."""
         texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
-        texts.end(sample)
+        self.num_kept += texts.end(sample)
         self._add_to_all(sample.tokens)
         self._count(len(sample.tokens))
 
@@ -105,6 +106,7 @@ class Drafter:
         for tokens in samples:
             if tokens not in texts.ended:
                 texts.add(array("i", tokens))
+                self.num_kept += 1
                 self._add_to_all(array("i", tokens))
 
     def knows(self, group: PromptGroup) -> bool:
@@ -170,10 +172,11 @@ class _PromptTexts(_Texts):
         found = (others.handle, most, tokens, matches)
         return self._kernels.draft(self.handle, *self._new_tokens(sample), *found)
 
-    def end(self, sample: Sample) -> None:
+    def end(self, sample: Sample) -> bool:
+        """Whether its tokens are new."""
         self._kernels.extend_text(self.handle, *self._new_tokens(sample))
         del self.known[sample]
-        self._keep(sample.tokens.tobytes())
+        return self._keep(sample.tokens.tobytes())
 
     def add(self, tokens: array[int]) -> None:
         super().add(tokens)
@@ -184,10 +187,12 @@ class _PromptTexts(_Texts):
         for sample in [sample for sample in self.known if sample.group is group]:
             del self.known[sample]
 
-    def _keep(self, tokens: bytes) -> None:
-        if tokens not in self.ended:
-            self.ended[tokens] = None
-            self._bytes_of_ended += len(tokens)
+    def _keep(self, tokens: bytes) -> bool:
+        if tokens in self.ended:
+            return False
+        self.ended[tokens] = None
+        self._bytes_of_ended += len(tokens)
+        return True
 
     def _new_tokens(self, sample: Sample) -> tuple[int, int, int]:
         """Number of the sample's text, and address and count of its tokens that are not in it yet, but now will be."""

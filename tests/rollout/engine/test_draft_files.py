@@ -3,6 +3,7 @@ damaged."""
 
 import zipfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,3 +146,40 @@ def test_what_several_files_hold_takes_room_once(tmp_path, monkeypatch):
     drafter = Drafter(cpu_kernels.load())
     DraftFile(tmp_path, 0, drafter, 64)
     assert [prompt[0] for prompt, _ in drafter.ended()] == [1, 2, 0, 3]  # as each was used last by any
+
+
+@pytest.fixture
+def draft_file(tmp_path, monkeypatch):
+    """A file that takes half a second to write, the clock, and the seconds of its writes."""
+    clock, writes = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now), []
+    monkeypatch.setattr(draft_files, "time", clock)
+    file = DraftFile(tmp_path, 0, Drafter(cpu_kernels.load()), 64)
+
+    def write():
+        writes.append(clock.now)
+        clock.now += 0.5
+
+    monkeypatch.setattr(file, "_write", write)
+    return file, clock, writes
+
+
+def test_a_file_is_written_where_samples_are_new_and_takes_a_hundredth_of_the_time(draft_file):
+    file, clock, writes = draft_file
+    prompt, samples = bytes(12), [np.full(20, token, np.int32).tobytes() for token in range(3)]
+    assert file.write() == 0 and not writes, "nothing was sampled"
+    file._drafter.add(prompt, samples[:1])
+    assert file.write() == 0.5 and len(writes) == 1
+    file._drafter.add(prompt, samples[:2])
+    assert file.write() == 0 and len(writes) == 1, "too soon"
+    clock.now += 50
+    assert file.write() == 0.5 and len(writes) == 2
+    clock.now += 50
+    file._drafter.add(prompt, samples[:2])
+    assert file.write() == 0 and len(writes) == 2, "nothing is new"
+
+
+def test_writing_counts_as_drafting(config, monkeypatch):
+    monkeypatch.setattr(DraftFile, "write", lambda self: 7.0)
+    worker = RolloutWorker(config, 0)
+    list(worker.stream(WORK, step=1))
+    assert worker.stats()["draft_seconds"] > 7
