@@ -43,6 +43,7 @@ class Drafter:
         self._texts: OrderedDict[bytes, _PromptTexts] = OrderedDict()  # by prompt, the one used last at the end
         self._of_group: dict[PromptGroup, _PromptTexts] = {}
         self._of_all = _Texts(kernels, NOTHING)  # the newest samples that have ended, of every prompt
+        self._newest: list[array[int]] = []  # those samples
         self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
         self._tokens_since = 0
         self.num_kept = 0  # samples so far, those that were forgotten since among them
@@ -76,7 +77,11 @@ class Drafter:
 
     def _add_to_all(self, tokens: array[int]) -> None:
         if self._of_all.num_bytes > OTHERS_BYTES // 2:  # what it takes doubles where it grows
+            self._newest = _last(self._newest, OTHERS_BYTES // 4 // BYTES_PER_TOKEN)
             self._of_all = _Texts(self._kernels, NOTHING)
+            for each in self._newest:
+                self._of_all.add(each)
+        self._newest.append(tokens)
         self._of_all.add(tokens)
 
     def _count(self, tokens: int) -> None:
@@ -85,7 +90,8 @@ class Drafter:
             self._trim()
 
     def _trim(self) -> None:
-        """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
+        """Forget prompts until MOST_BYTES are kept; of the one used last, where it alone takes more, the newest samples
+        stay, within half of them. One that is resident begins anew with the samples that it has."""
         self._tokens_since, left = 0, MOST_BYTES
         for prompt in reversed(list(self._texts)):
             num_bytes = self._texts[prompt].num_bytes
@@ -95,6 +101,11 @@ class Drafter:
             forgotten = self._texts.pop(prompt)
             for group in [group for group, texts in self._of_group.items() if texts is forgotten]:
                 del self._of_group[group]
+            if left == MOST_BYTES:
+                texts, ended = self._new(prompt), [array("i", tokens) for tokens in forgotten.ended]
+                for tokens in _last(ended, MOST_BYTES // 2 // BYTES_PER_TOKEN):
+                    texts.add(tokens)
+                left -= texts.num_bytes
 
     def ended(self) -> list[Texts]:
         """What is kept of samples that have ended, each once; the prompt used last at the end."""
@@ -134,6 +145,15 @@ def shared_out(wanted: Sequence[int], room: int) -> list[int]:
                 counts[row] += 1
                 room -= 1
     return counts
+
+
+def _last(samples: list[array[int]], tokens: int) -> list[array[int]]:
+    """The last samples, of at most so many tokens."""
+    first = len(samples)
+    while first and len(samples[first - 1]) <= tokens:
+        first -= 1
+        tokens -= len(samples[first])
+    return samples[first:]
 
 
 class _Texts:

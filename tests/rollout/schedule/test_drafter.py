@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
@@ -83,6 +84,35 @@ def test_samples_of_all_prompts_stay_within_their_bytes_and_are_gathered_anew(mo
         sizes.append(drafter._of_all.num_bytes)
     assert any(after < before for before, after in zip(sizes, sizes[1:], strict=False))
     assert 50_000 < max(sizes) <= 100_000
+
+
+def sample_of(prompt, tokens):
+    group = PromptGroup(prompt, [prompt], [0], GroupSettings("arrival", 1, 1), lambda index: index)
+    made = Sample(group, 0, 0, 0)
+    made.tokens.extend(tokens)
+    return made
+
+
+def test_the_newest_samples_of_all_prompts_are_there_after_every_gathering(monkeypatch):
+    monkeypatch.setattr(drafter_module, "OTHERS_BYTES", 100_000)
+    drafter, numbers, before = Drafter(cpu_kernels.load()), random.Random(0), []
+    for prompt in range(0, 80, 2):
+        said = [numbers.randrange(10**6) for _ in range(300)]
+        drafter.end(sample_of(prompt, said))
+        if before:
+            assert drafter.draft(sample_of(prompt + 1, before[:20]), 1)[0] == before[20:21]
+        before = said
+
+
+def test_the_newest_samples_of_a_prompt_stay_where_all_of_them_take_too_much(monkeypatch):
+    monkeypatch.setattr(drafter_module, "MOST_BYTES", 200_000)
+    drafter, numbers = Drafter(cpu_kernels.load()), random.Random(0)
+    samples = [[numbers.randrange(10**6) for _ in range(300)] for _ in range(40)]
+    for tokens in samples:
+        drafter.end(sample_of(1, tokens))
+    drafter.close()
+    ((_, kept),) = drafter.ended()
+    assert kept == [array("i", tokens).tobytes() for tokens in samples[36:]]
 
 
 @pytest.mark.parametrize("tokens", [65, 1025, 4096, 4097, 32769])
