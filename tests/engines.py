@@ -43,8 +43,13 @@ def ends_of(groups: Sequence[Sequence[Completion]]) -> list[list[tuple[list[int]
 
 
 def bits_of(groups: Sequence[Sequence[Completion]]) -> list[list[bytes]]:
-    """Log-probabilities [prompt][sample], as their bytes."""
-    return [[completion.logprobs.tobytes() for completion in group] for group in groups]
+    """Log-probabilities [prompt][sample], those of the truncated distribution among them, as their bytes."""
+    return [[_bits(completion) for completion in group] for group in groups]
+
+
+def _bits(completion: Completion) -> bytes:
+    own, truncated = completion.logprobs, completion.sampling_logprobs
+    return own.tobytes() if truncated is None else own.tobytes() + truncated.tobytes()
 
 
 def assert_logprobs_close(found, wanted, tolerance: float) -> None:

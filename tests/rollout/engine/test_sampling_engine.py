@@ -296,8 +296,12 @@ def test_both_attention_paths_give_output_and_log_sum_exp(dtype):
         torch.testing.assert_close(out.float(), wanted, atol=tolerance, rtol=0)
 
 
-def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it_was(model, tokenizer, expected):
-    engine = make_engine(model, tokenizer, prompts_at_once=1, slots=2, micro_group_size=1)
+@pytest.mark.parametrize("speculate", ["0", "3"])
+def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it_was(
+    model, tokenizer, expected, speculate
+):
+    engine = make_engine(model, tokenizer, prompts_at_once=1, slots=2, micro_group_size=1, speculate=speculate)
+    engine.generate(PROMPTS, seed=4, step=2)  # whose samples drafts are found in
     found, given = {}, {}
     with ThreadPoolExecutor(1) as other_thread:
         for micro_group in engine.stream(PROMPTS, seed=4, step=2):
@@ -311,6 +315,7 @@ def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it
     assert len(left_out) >= 2 and found.keys() == everything.keys() - left_out
     assert all(everything[pair] == tokens for pair, tokens in found.items())
     assert engine.withdrawals.ask() == {}  # no stream runs
+    assert (engine.stats.accepted_tokens > 0) == (speculate == "3")
 
 
 def test_a_halted_stream_ends_at_its_next_step_and_the_next_is_whole(model, tokenizer, expected):

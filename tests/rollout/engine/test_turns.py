@@ -94,6 +94,7 @@ def test_sampled_tokens_are_the_models_and_observed_ones_are_marked(tiny):
         {"kv_budget_tokens": 80, "preemption": "recompute"},
         {"page_size": 16},
         {"speculate": "3"},
+        {"speculate": "3", "kv_budget_tokens": 80, "preemption": "park"},
     ],
     ids=str,
 )
