@@ -3,13 +3,15 @@
 python -m benchmarks.gpu_evidence part=a [out=docs/results/gpu] [minutes=9] [wheels=FOLDER] [tiny=true]
 
 Every piece is a command of its own; its JSON lines go, with date, seconds and status, into OUT/PART.jsonl, one line a
-piece. A piece that is there with status 0 is not run again, so a part that was cut goes on where it was. `tiny`: the
-same pieces with small models, on any machine. benchmarks.gpu_tables writes the page.
+piece. A piece that is there with status 0, of the same command, sources, device and torch, is not run again, so a part
+that was cut goes on where it was. `tiny`: the same pieces with small models, on any machine. benchmarks.gpu_tables
+writes the page.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import subprocess
@@ -18,9 +20,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.process import ROOT, end_with_terminate, terminate_group
+from benchmarks.process import ROOT, Record, end_with_terminate, terminate_group
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.observe.versions import commit_of
 
@@ -36,6 +37,7 @@ LARGE_RUN = [f"model.path={MODEL}", "model.dtype=bfloat16", "rollout.max_new_tok
 LARGE_RUN += ["reward.functions=[benchmarks/random_reward.py:of_tokens]", "learner.max_tokens_per_micro_batch=8192"]
 LARGE_RUN += ["objective.mismatch_stop=1", "data.prompts_per_step=2", "run.checkpoint_every=100"]
 PIECES = "gpu_pieces"
+SOURCES, SUFFIXES = ("benchmarks", "configs", "infsample_rl", "tests"), (".py", ".yaml", ".cpp", ".h")
 
 
 @dataclass(frozen=True)
@@ -172,21 +174,40 @@ def run(options: EvidenceOptions) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     if options.wheels is not None:
         install(options)
-    done = {record["piece"] for record in read(path) if record["status"] == 0} - set(ALWAYS)
+    here = {"machine": machine(), "sources": sources()}
+    done = [record for record in read(path) if record["status"] == 0 and record["piece"] not in ALWAYS]
     for piece in PARTS[options.part]:
         left = 60 * options.minutes - (time.monotonic() - started)
         arguments = piece.tiny if options.tiny else piece.arguments
-        if arguments is None or piece.name in done or (options.only and piece.name not in options.only):
+        if arguments is None or (options.only and piece.name not in options.only):
+            continue
+        asked = {"piece": piece.name, "command": " ".join([f"benchmarks.{piece.module}", *arguments])} | here
+        if any(asked.items() <= record.items() for record in done):
             continue
         if piece.seconds > left:
             print(f"gpu_evidence: {piece.name} may take {piece.seconds} s, {left:.0f} are left: run again", flush=True)
             return 3
-        record = measure(piece, arguments, options)
+        found, ended = measure(piece, arguments, options)
         with path.open("a") as lines:
-            lines.write(json.dumps(record) + "\n")
-        failed = failed or record["status"] != 0
-        print(f"{options.part}, {piece.name}: status {record['status']}, {record['seconds']} s", flush=True)
+            lines.write(json.dumps(asked | found) + "\n")
+        failed = failed or found["status"] != 0
+        print(f"{options.part}, {piece.name}: status {found['status']}, {found['seconds']} s", flush=True)
+        if ended is not None:
+            raise ended
     return 1 if failed else 0
+
+
+def machine() -> str:
+    """Device and torch, asked of a process of its own: a context of this one would count as memory in use."""
+    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu', torch.__version__)"
+    done = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True)
+    return ", torch ".join(done.stdout.strip().rsplit(maxsplit=1))
+
+
+def sources() -> str:
+    """A digest of what the pieces run, which is there without git too, and which new results leave as it was."""
+    found = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(found))).hexdigest()[:12]
 
 
 def install(options: EvidenceOptions) -> None:
@@ -199,8 +220,8 @@ def install(options: EvidenceOptions) -> None:
         Path(f"{folder}.new").rename(folder)
 
 
-def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dict[str, Any]:
-    """The line of one piece."""
+def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> tuple[Record, BaseException | None]:
+    """What came of one piece, for its line; and what ended this command meanwhile."""
     scratch = options.scratch
     given = [each.format(scratch=scratch, vllm_python=options.vllm_python) for each in arguments]
     given += [] if piece.module in (PIECES, "random_folder") else ["json=true"]
@@ -208,6 +229,7 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
     if options.wheels is not None:
         caches["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{scratch}/wheels", os.environ.get("PYTHONPATH")]))
     begun, started = datetime.datetime.now(datetime.UTC), time.monotonic()
+    ended: BaseException | None = None
     command = [sys.executable, "-m", f"benchmarks.{piece.module}", *given]
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | caches, text=True, start_new_session=True,
@@ -215,16 +237,14 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
     )  # fmt: skip
     try:
         said, errors = process.communicate(timeout=piece.seconds)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # it takes longer than it may, or this command is ended
         terminate_group(process)
         said, errors = process.communicate()
-        errors += f"\nlonger than {piece.seconds} s"
-    except BaseException:
-        terminate_group(process)
-        raise
+        if isinstance(error, subprocess.TimeoutExpired):
+            errors += f"\nlonger than {piece.seconds} s"
+        else:
+            ended = error
     return {
-        "piece": piece.name,
-        "command": " ".join([f"benchmarks.{piece.module}", *arguments]),
         "date": begun.date().isoformat(),
         "seconds": round(time.monotonic() - started, 1),
         "status": process.returncode,
@@ -232,15 +252,15 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
         "said": errors.strip()[-1500:] if process.returncode else "",
         "code": commit_of(ROOT),
         "note": "",
-    }
+    }, ended
 
 
-def _shown(record: dict[str, Any]) -> dict[str, Any]:
+def _shown(record: Record) -> Record:
     """Without the workload, which the command says, and which has paths of the machine."""
     return {name: value for name, value in record.items() if name != "workload"}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Record]:
     """The lines of a part, oldest first; none where it was not run."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +32,7 @@ def pieces(monkeypatch):
     """Part a: a command that says nothing, one that fails, and one that takes longer than it may."""
     found = [Piece("good", "intervals", [], 60, []), Piece("wrong", "not_there", [], 60, [])]
     monkeypatch.setitem(gpu_evidence.PARTS, "a", [*found, Piece("slow", "decode", [], 1, ["rows=[1]"])])
+    monkeypatch.setattr(gpu_evidence, "machine", lambda: "cpu, torch 2.13.0")
 
 
 def lines(folder):
@@ -61,7 +65,51 @@ def test_what_is_missing_comes_from_wheels_in_a_folder(monkeypatch, tmp_path):
     monkeypatch.setitem(gpu_evidence.PARTS, "a", [Piece("carried", "intervals", [], 60, [])])
     folders = {"out": str(tmp_path), "scratch": str(tmp_path / "scratch"), "wheels": str(tmp_path)}
     assert gpu_evidence.run(EvidenceOptions(tiny=True, **folders)) == 0
-    assert lines(tmp_path)[0]["records"] == [{"carried": 1}]
+    assert lines(tmp_path)[0]["records"] == [{"carried": 1}] and ", torch 2" in lines(tmp_path)[0]["machine"]
+
+
+@pytest.mark.parametrize("changed", ["command", "machine", "sources"])
+def test_a_record_of_another_command_device_or_code_stops_no_new_one(changed, monkeypatch, tmp_path):
+    monkeypatch.setitem(gpu_evidence.PARTS, "a", [Piece("good", "intervals", [], 60, [])])
+    monkeypatch.setattr(gpu_evidence, "machine", lambda: "H200, torch 2.13.0")
+    options = EvidenceOptions(tiny=True, out=str(tmp_path), scratch=str(tmp_path / "scratch"))
+    assert [gpu_evidence.run(options) for _ in range(2)] == [0, 0] and len(lines(tmp_path)) == 1
+    (tmp_path / "a.jsonl").write_text(json.dumps(lines(tmp_path)[0] | {changed: "another"}) + "\n")
+    assert gpu_evidence.run(options) == 0 and len(lines(tmp_path)) == 2
+
+
+def test_sources_are_those_that_lie_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_evidence, "ROOT", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    found = [gpu_evidence.sources()]
+    for name in ("benchmarks/a.py", "result.jsonl"):
+        (tmp_path / name).write_text("1")
+        found.append(gpu_evidence.sources())
+    assert found[0] != found[1] == found[2]
+
+
+SAYS = "import time; print('{\"n\": 1}', flush=True); time.sleep(60)"
+
+
+def test_what_a_piece_has_said_is_kept_where_this_command_is_ended(monkeypatch, tmp_path):
+    class Ended(subprocess.Popen):
+        def __init__(self, command, **settings):
+            super().__init__([sys.executable, "-c", SAYS], **settings)
+
+        def communicate(self, timeout=None):
+            try:
+                return super().communicate(timeout=timeout and 4)
+            except subprocess.TimeoutExpired:
+                raise KeyboardInterrupt from None
+
+    parts = {"Popen": Ended, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(gpu_evidence, "subprocess", SimpleNamespace(**parts))
+    monkeypatch.setattr(gpu_evidence, "machine", lambda: "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        gpu_evidence.run(EvidenceOptions(tiny=True, out=str(tmp_path), scratch=str(tmp_path / "scratch")))
+    assert [(each["piece"], each["status"], each["records"]) for each in lines(tmp_path)] == [
+        ("facts", -15, [{"n": 1}])
+    ]
 
 
 @pytest.mark.parametrize(
