@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from benchmarks import models
 from benchmarks.engine_point import WARM_UP_STEPS, read_bandwidth, timed_steps
 from benchmarks.figures import print_records
 from benchmarks.models import rollout_config
-from benchmarks.process import end_with_terminate, measure
+from benchmarks.process import end_with_terminate
 from benchmarks.workload import ModelOptions
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
@@ -48,7 +49,6 @@ class DecodeOptions(ModelOptions):
     steps: int = option(20, "steps of a window", low=1)
     kv_dtype: str = option("auto", "as rollout.kv_dtype", choices=("auto", "int8"))
     top_p: float = option(1.0, "as rollout.top_p", above=0, high=1)
-    timeout_s: float = option(1800.0, "seconds all of it may take", low=1)
     json: bool = option(False, "one JSON object per row count and length on stdout, and nothing else there")
 
 
@@ -60,19 +60,19 @@ def main() -> int:
 
 def run(options: DecodeOptions) -> int:
     """As main()."""
-    spec = asdict(options)
-    found = measure("decode.measure_here", spec, threads=options.threads, timeout_s=options.timeout_s)
-    if options.json:
-        for record in found:
+    found = []
+    for record in measure_here(asdict(options)):
+        found.append(record)
+        if options.json:
             print(json.dumps(record), flush=True)
-    else:
+    if not options.json:
         print_records(found, COLUMNS)
         print(f"{found[0]['device']}: {found[0]['bandwidth'] / 1e12:.2f} TB/s read")
     return 0
 
 
-def measure_here(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """A record for every number of rows and every length."""
+def measure_here(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A record for every number of rows and every length, as soon as it is measured."""
     options = ModelOptions.of(spec)
     torch.set_num_threads(options.threads)
     model, tokenizer = models.load(options)
@@ -87,7 +87,6 @@ def measure_here(spec: dict[str, Any]) -> list[dict[str, Any]]:
         "bandwidth": read_bandwidth(read, model.device),
     }
     lengths = sorted(spec["own_tokens"])
-    found = []
     for rows in spec["rows"]:
         config = rollout_config(
             {},
@@ -107,9 +106,8 @@ def measure_here(spec: dict[str, Any]) -> list[dict[str, Any]]:
             floor = (read + kv_bytes * seen) / shared["bandwidth"]
             figures = {"milliseconds": 1000 * seconds, "floor_milliseconds": 1000 * floor}
             sizes = {"rows": rows, "own_tokens": own}
-            found.append(shared | sizes | figures | {"roofline_fraction": floor / seconds})
+            yield shared | sizes | figures | {"roofline_fraction": floor / seconds}
         del engine
-    return found
 
 
 def _step_seconds(engine: SamplingEngine, lengths: list[int], steps: int) -> list[float]:

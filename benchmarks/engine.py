@@ -39,18 +39,20 @@ def main() -> int:
 
 def run(options: EngineOptions) -> int:
     """As main(). RuntimeError when the model cannot be had."""
-    with tempfile.TemporaryDirectory() as scratch:
-        measuring = EngineBenchmark(options, scratch)
-        asked = ours_measurements(options)
-        asked += on_vllm(options, measuring.facts) if "vllm" in options.engines else []
-        asked += rival_measurements(options, measuring.facts)
-        points = [(f"benchmarks.engine: {each.name}", partial(measuring.record, each)) for each in asked]
-        rounds, failed = measure_rounds(points, options.repeats)
-    found = in_one(rounds)
-    if options.json:
-        for record in found:
+    rounds: list[list[dict[str, Any]]] = []
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            measuring = EngineBenchmark(options, scratch)
+            asked = ours_measurements(options)
+            asked += on_vllm(options, measuring.facts) if "vllm" in options.engines else []
+            asked += rival_measurements(options, measuring.facts)
+            points = [(f"benchmarks.engine: {each.name}", partial(measuring.record, each)) for each in asked]
+            failed = measure_rounds(points, options.repeats, rounds)
+    finally:  # what was measured is said by a command that is ended too
+        found = in_one(rounds)
+        for record in found if options.json else ():
             print(json.dumps(record), flush=True)
-    else:
+    if not options.json:
         figures.print_records(found, figures.ENGINE_COLUMNS)
         for record in found:
             if record["profile"]:

@@ -36,6 +36,10 @@ SHARED_GPU = ["cluster.rollout_gpus=0.5", "cluster.learner_gpus=0.5", "cluster.w
 LARGE_RUN = [f"model.path={MODEL}", "model.dtype=bfloat16", "rollout.max_new_tokens=512", "run.eval_prompts=0"]
 LARGE_RUN += ["reward.functions=[benchmarks/random_reward.py:of_tokens]", "learner.max_tokens_per_micro_batch=8192"]
 LARGE_RUN += ["objective.mismatch_stop=1", "data.prompts_per_step=2", "run.checkpoint_every=100"]
+TRAIN = [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=128", "repeats=1"]
+TRAIN += ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048"]
+TINY_TRAIN = ["rivals=[]", "group_size=4", "max_new_tokens=8", "prompt_tokens=16", "repeats=1"]
+RECOMPUTED = "activation_checkpointing=1"
 PIECES = "gpu_pieces"
 SOURCES, SUFFIXES = ("benchmarks", "configs", "infsample_rl", "tests"), (".py", ".yaml", ".cpp", ".h")
 
@@ -102,21 +106,9 @@ PARTS = {
     ],
     "d": [
         Piece("model", "random_folder", ["shape=qwen3_1.7b", f"out={MODEL}"], 60),
-        Piece(
-            "kept",
-            "train",
-            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=128", "repeats=1"]
-            + ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048"],
-            480,
-            ["rivals=[]", "group_size=4", "max_new_tokens=8", "prompt_tokens=16", "repeats=1"],
-        ),
-        Piece(
-            "recomputed",
-            "train",
-            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=128", "repeats=1", "rivals=[]"]
-            + ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048", "activation_checkpointing=1"],
-            120,
-        ),
+        Piece("kept", "train", [*TRAIN, "rivals=[]"], 120, TINY_TRAIN),
+        Piece("recomputed", "train", [*TRAIN, "rivals=[]", RECOMPUTED], 120),
+        Piece("beside TRL", "train", TRAIN, 420),
     ],
     "e": [
         Piece("colocated", PIECES, ["run", "{scratch}/colocated", *RUN, *ON_GPU], 150, ["run", "{scratch}/run", *RUN]),

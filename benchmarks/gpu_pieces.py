@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.engine_point import read_bandwidth
-from benchmarks.process import ROOT
+from benchmarks.process import ROOT, end_with_terminate
 from benchmarks.workload import ModelOptions
 
 SIDE = 8192  # of the matrices of a product, and bytes read in its place
@@ -86,7 +87,7 @@ def races(_: list[str]) -> int:
         return 1
     spec = asdict(ModelOptions(shape="qwen3_1.7b_two_layers", dtype="bfloat16", prompt_tokens=200)) | {"rows": [4]}
     spec |= {"own_tokens": [6], "steps": 2, "kv_dtype": "auto", "top_p": 1.0}
-    code = f"from benchmarks.decode import measure_here; measure_here({spec!r})"
+    code = f"from benchmarks.decode import measure_here; list(measure_here({spec!r}))"
     command = [tool, "--tool", "racecheck", "--print-limit", "5", sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     summary = re.findall(r"RACECHECK SUMMARY: (.*)", done.stdout)
@@ -101,18 +102,24 @@ def races(_: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """A run into FOLDER with settings of the user's: its step's metrics, and where it began to decode."""
+    """A run into FOLDER with settings of the user's: the metrics of its steps, also where it is cut."""
     folder, *settings = arguments
     shutil.rmtree(folder, ignore_errors=True)  # of one that was cut
     command = [sys.executable, "-m", "infsample_rl.main", f"run.dir={folder}", *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     metrics = Path(folder, "metrics.jsonl")
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        step = json.loads(line)
-        _say({name: value for name, value in step.items() if name == "step" or name.startswith(STEP_METRICS)})
-    if done.returncode:
-        print((done.stdout + done.stderr)[-600:], file=sys.stderr)
-    return done.returncode
+    end_with_terminate()
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would break while the run ends behind this process
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            status = process.wait()
+        finally:
+            for line in metrics.read_text().split("\n")[:-1] if metrics.exists() else []:
+                step = json.loads(line)
+                _say({name: value for name, value in step.items() if name == "step" or name.startswith(STEP_METRICS)})
+        if status:
+            output.seek(0)
+            print(output.read()[-600:], file=sys.stderr)
+    return status
 
 
 def _output(*command: str) -> str | None:

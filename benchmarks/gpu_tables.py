@@ -28,6 +28,7 @@ TITLES = {
     "e": "Runs of the whole system",
     "f": "vLLM beside ours",
 }
+CUT = (-15, 143)  # by SIGTERM, with which gpu_evidence ends what takes too long
 DECODE = {"name": "shape", "kv_dtype": "KV", "top_p": "top-p", "prompt_tokens": "prompt", "own_tokens": "own"}
 DECODE |= {
     "rows": "rows",
@@ -71,25 +72,45 @@ def page(folder: Path) -> str:
 
 
 def _part(folder: Path, part: str) -> str:
-    newest = {record["piece"]: record for record in read(folder / f"{part}.jsonl") if record["status"] == 0}
-    text = ""
-    for name, record in newest.items():
-        if record["records"]:
-            text += f"**{name}**, {record['date']}, code {record['code']}: `{record['command']}`\n{_said(record)}\n"
-            text += f"\n{record['note']}\n\n" if record["note"] else "\n"  # a table ends at an empty line
+    shown: dict[tuple[str, bool], Record] = {}  # of every piece the newest that is whole, and the newest cut since
+    for record in read(folder / f"{part}.jsonl"):
+        whole = record["status"] == 0
+        if whole:
+            shown.pop((record["piece"], False), None)
+        shown[record["piece"], whole] = record
+    text = "".join(_shown(record) for record in shown.values() if record["records"] or record["status"])
     wanted = [piece.name for piece in PARTS[part] if piece.module != "random_folder"]
-    missing = [name for name in wanted if name not in newest]
+    missing = [name for name in wanted if not {(name, True), (name, False)} & shown.keys()]
     if missing:
         text += f"Not yet measured: {', '.join(missing)}.\n"
     return text
 
 
+def _shown(record: Record) -> str:
+    facts = [f"**{record['piece']}**", record["date"], record.get("machine")]
+    facts += [f"code {record['code'] or record['sources']}", _ended(record)]
+    said, note = _said(record), record["note"]
+    text = f"{', '.join(filter(None, facts))}: `{record['command']}`\n"
+    text += f"{said}\n" if said else ""
+    return text + (f"\n{note}\n\n" if note else "\n")  # a table ends at an empty line
+
+
+def _ended(record: Record) -> str:
+    """In words; nothing for a piece that is whole."""
+    status, after = record["status"], f"after {record['seconds']:.0f} s"
+    if status in CUT:
+        return f"cut off {after}"
+    return f"failed with status {status} {after}" if status else ""
+
+
 def _said(record: Record) -> str:
+    if not record["records"]:
+        return ""
     first = record["records"][0]
     if "counts" in first:
-        return ", ".join(f"{number} {word}" for word, number in first["counts"].items()) + "."
+        return (", ".join(f"{number} {word}" for word, number in first["counts"].items()) or "no test ended") + "."
     if "summary" in first:
-        return f"{first['summary']}."
+        return f"{first['summary'] or 'no summary'}."
     if "matrix_flops" in first:
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         memory, read_rate, flops = first["memory_bytes"] / 1e9, first["bandwidth"] / 1e12, first["matrix_flops"] / 1e12
@@ -98,12 +119,16 @@ def _said(record: Record) -> str:
     if "name" not in first and "step" not in first:  # the facts of a rehearsal
         return f"{first['device']}."
     records = [{**each, **each.get("phases", {})} for each in record["records"]]
-    return table(records, next(columns for key, columns in COLUMNS.items() if key in records[-1]))
+    found = (columns for key, columns in COLUMNS.items() if any(key in each for each in records))
+    return table(records, next(found, RUN))
 
 
 def table(records: list[Record], columns: dict[str, str]) -> str:
-    """A Markdown table of the columns that some record has, and of the records that have more than one of them."""
+    """A Markdown table of the columns that some record has, and of the records that have more than one of them; nothing
+    without any."""
     records = [each for each in records if sum(each.get(name) is not None for name in columns) > 1]
+    if not records:
+        return ""
     columns = {name: title for name, title in columns.items() if any(each.get(name) is not None for each in records)}
     rows = [list(columns.values()), ["---"] * len(columns)]
     rows += [[_format(name, each.get(name)) for name in columns] for each in records]

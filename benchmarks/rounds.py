@@ -36,24 +36,23 @@ class Spread:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def measure_rounds(points: Sequence[Point], rounds: int) -> tuple[list[list[Record]], bool]:
-    """For every point its records, one a round, and whether one failed: that has no records, and is left out of the
-    rounds that follow."""
-    found: list[list[Record] | None] = [[] for _ in points]
+def measure_rounds(points: Sequence[Point], rounds: int, found: list[list[Record]]) -> bool:
+    """Fill `found`, for every point its records, one a round, which its caller has also where the process is ended
+    meanwhile. Whether a point failed: that has no records, and is left out of the rounds that follow."""
+    found[:] = [[] for _ in points]
+    failed = set[int]()
     for number in range(rounds):
         order = range(len(points)) if number % 2 == 0 else reversed(range(len(points)))
-        for index in order:
+        for index in (index for index in order if index not in failed):
             said, measure = points[index]
-            records = found[index]
-            if records is None:
-                continue
             print(f"{said}, round {number + 1} of {rounds} ...", file=sys.stderr, flush=True)
             try:
-                records.append(measure(number))
+                found[index].append(measure(number))
             except RuntimeError as error:
                 print(f"{said} failed: {error}", file=sys.stderr, flush=True)
-                found[index] = None
-    return [records or [] for records in found], None in found
+                found[index].clear()
+                failed.add(index)
+    return bool(failed)
 
 
 def median_round(records: Sequence[Record], key: str) -> Record:

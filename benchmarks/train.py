@@ -34,7 +34,6 @@ from benchmarks.train_workload import (
     measure_run,
     our_settings,
     run_spec,
-    shown,
 )
 from infsample_rl.config.command_line import run_with_options
 
@@ -62,19 +61,14 @@ def main() -> int:
 
 
 def run(options: TrainOptions) -> int:
-    """As main(). RuntimeError when the model cannot be had, or TRL runs with no settings."""
+    """As main(). RuntimeError when the model cannot be had."""
     count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
     data = None if options.lengths == "fixed" else ARITHMETIC
     facts = find_facts(options, data=data, count=count)
     found, failed = list[dict[str, Any]](), False
     tried: dict[int, list[Tried]] = {}  # TRL's settings, by samples of the step on which they were tried
     for group_size in options.group_size:
-        records, some_failed = measure_group(options, facts, group_size, tried)
-        failed = failed or some_failed
-        found += records
-        if options.json:
-            for record in records:
-                print(json.dumps(record), flush=True)
+        failed = measure_group(options, facts, group_size, tried, found) or failed
     if not options.json:
         print_training(found)
         print(f"figure: {draw_training(found, Path(options.out))}")
@@ -85,28 +79,38 @@ def run(options: TrainOptions) -> int:
 
 
 def measure_group(
-    options: TrainOptions, facts: dict[str, Any], group_size: int, tried: dict[int, list[Tried]]
-) -> tuple[list[dict[str, Any]], bool]:
-    """The records of every side at one G, and whether one failed."""
+    options: TrainOptions,
+    facts: dict[str, Any],
+    group_size: int,
+    tried: dict[int, list[Tried]],
+    found: list[dict[str, Any]],
+) -> bool:
+    """Add to `found`, and print with json=true, the records of every side at one G; whether one failed. TRL's settings
+    are tried once ours is measured."""
     spec = sweep_spec(options, facts, group_size)
-    runs = [Run("ours", our_settings(options), spec, [])]
+    sides = {"ours": lambda: Run("ours", our_settings(options), spec, [])}
     if "trl" in options.rivals:
-        runs.append(trl_run(options, facts, spec, tried))
+        sides["trl"] = lambda: trl_run(options, facts, spec, tried)
     points = [
         (
-            f"benchmarks.train: {run.name} at G = {group_size}, {shown(run.settings)}",
-            lambda number, run=run: measure_run(options, in_round(run, options.prompts, number)),
+            f"benchmarks.train: {name} at G = {group_size}",
+            lambda number, run=run: measure_run(options, in_round(run(), options.prompts, number)),
         )
-        for run in runs
+        for name, run in sides.items()
     ]
-    rounds, failed = measure_rounds(points, options.repeats)
-    measured = [(run, raws) for run, raws in zip(runs, rounds, strict=True) if raws]
-    seconds = [[raw["steps"][-1]["seconds"] for raw in raws] for _, raws in measured]
-    records = [
-        record_of(options, facts, run, together(raws)) | beside(seconds[0], own)
-        for (run, raws), own in zip(measured, seconds, strict=True)
-    ]
-    return records, failed
+    rounds: list[list[dict[str, Any]]] = []
+    try:
+        return measure_rounds(points, options.repeats, rounds)
+    finally:  # what was measured is said by a command that is ended too
+        measured = [(run(), raws) for run, raws in zip(sides.values(), rounds, strict=True) if raws]
+        seconds = [[raw["steps"][-1]["seconds"] for raw in raws] for _, raws in measured]
+        records = [
+            record_of(options, facts, run, together(raws)) | beside(seconds[0], own)
+            for (run, raws), own in zip(measured, seconds, strict=True)
+        ]
+        found += records
+        for record in records if options.json else ():
+            print(json.dumps(record), flush=True)
 
 
 def in_round(run: Run, prompts: int, number: int) -> Run:

@@ -168,7 +168,8 @@ def run(options: TurnsOptions) -> int:
     benchmark = TurnsBenchmark(options)
     points = [("benchmarks.turns: ours", benchmark.ours)]
     points += [("benchmarks.turns: vllm", benchmark.vllm)] if options.vllm_python is not None else []
-    rounds, failed = measure_rounds(points, options.repeats)
+    rounds: list[list[dict[str, Any]]] = []
+    failed = measure_rounds(points, options.repeats, rounds)
     measured = [records for records in rounds if records]
     seconds = [[record["seconds"] for record in records] for records in measured]
     found = [

@@ -71,6 +71,22 @@ def test_samples_that_drafts_change_are_told():
     assert engine.other_samples(records) == [] and engine.other_samples([*records, changed]) == ["ours/token_budget"]
 
 
+def test_an_engine_that_is_cut_says_what_it_measured(monkeypatch, capsys):
+    class Cut:
+        def __init__(self, options, scratch):
+            self.facts = {"device": "cpu"}
+
+        def record(self, measurement, number):
+            if measurement.name == "ours/infinite":
+                raise SystemExit(143)
+            return {"name": measurement.name, "seconds": 1.0, "peak_memory_bytes": 7, "profile": None}
+
+    monkeypatch.setattr(engine, "EngineBenchmark", Cut)
+    with pytest.raises(SystemExit):
+        engine.run(engine.EngineOptions(schedules=["token_budget", "infinite"], rivals=[], json=True))
+    assert json.loads(capsys.readouterr().out)["name"] == "ours/token_budget"
+
+
 @pytest.mark.gpu
 def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmark):
     sizes = ["group_size=4", "slots=4", "max_new_tokens=8", "prompt_tokens=9", "rows=[]", "profile=6"]

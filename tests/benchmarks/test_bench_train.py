@@ -124,6 +124,34 @@ def test_a_record_has_medians_of_the_timed_steps(tiny_qwen3):
     assert train.record_of(options, facts, run, raw | {"steps": longer})["tokens_per_s"] == 32.0
 
 
+def measured(options, run):
+    """A step that warms up and one that is timed, as measure_run() has them."""
+    lengths = [options.max_new_tokens] * run.spec["group_size"]
+    step = {"seconds": 1.0, "phases": {"generate": 0.5, "learn": 0.5}, "lengths": lengths}
+    return {"steps": [step] * 2, "peak_memory_bytes": 7, "versions": {}}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no variant runs here"), SystemExit(143)])
+def test_ours_is_measured_before_trls_settings_are_tried_and_said_whatever_comes_of_them(error, monkeypatch, capsys):
+    def fails(*arguments, **settings):
+        raise error
+
+    facts = {"prompts": [[1]] * 100, "parameters": 1, "device": "cpu"}
+    monkeypatch.setattr(train, "find_facts", lambda *_, **__: facts)
+    monkeypatch.setattr(train, "measure_run", measured)
+    monkeypatch.setattr(train, "try_settings", fails)
+    options = train.TrainOptions(rivals=[], group_size=[2, 4], repeats=1, json=True)
+    options.rivals = ["trl"]
+    if isinstance(error, RuntimeError):
+        assert train.run(options) == 1
+    else:
+        with pytest.raises(SystemExit):
+            train.run(options)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    of_groups = [2, 4] if isinstance(error, RuntimeError) else [2]
+    assert [(each["name"], each["group_size"]) for each in said] == [("ours", group) for group in of_groups]
+
+
 SMALL = ["threads=1", "repeats=1", "slots=4", "device=cpu", "rivals=[]", "json=true"]
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import gpu_evidence, gpu_tables
+from benchmarks import decode, gpu_evidence, gpu_pieces, gpu_tables
 from benchmarks.gpu_evidence import EvidenceOptions, Piece
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +25,29 @@ def test_the_page_is_what_its_json_says():
 def test_the_page_says_what_is_not_measured(tmp_path):
     page = gpu_tables.page(tmp_path)
     assert page.count("Not yet measured: ") == len(gpu_evidence.PARTS) and "recomputed" in page
+
+
+def write_lines(folder, part, *records):
+    """What a piece's line has at least."""
+    plain = {"date": "2026-11-30", "command": "c", "code": "abc", "note": "", "records": []}
+    (folder / f"{part}.jsonl").write_text("".join(json.dumps(plain | record) + "\n" for record in records))
+
+
+def test_the_page_shows_what_failed_or_was_cut_with_its_status_in_words(tmp_path):
+    ours = {"name": "ours", "seconds": 2.5, "running_steps": 7}
+    failed = {"piece": "tests", "status": 1, "seconds": 194, "records": [{"counts": {"passed": 97, "failed": 4}}]}
+    write_lines(tmp_path, "a", failed, {"piece": "races", "status": -9, "seconds": 3.2})
+    whole = {"piece": "engine", "status": 0, "seconds": 50, "records": [ours]}
+    cut = {"piece": "engine", "status": 143, "seconds": 400.2, "machine": "H200, torch 2.13.0", "records": [ours]}
+    write_lines(tmp_path, "c", cut | {"seconds": 1}, whole, cut, {"piece": "memory", "status": 1, "seconds": 9})
+    write_lines(tmp_path, "e", {"piece": "colocated", "status": -15, "seconds": 9, "records": [{"step": 0}]})
+    page = gpu_tables.page(tmp_path)
+    assert "**tests**, 2026-11-30, code abc, failed with status 1 after 194 s: `c`\n97 passed, 4 failed.\n" in page
+    assert "**races**, 2026-11-30, code abc, failed with status -9 after 3 s: `c`\n\nNot yet measured: facts.\n" in page
+    assert "**engine**, 2026-11-30, code abc: `c`\n\n| name | seconds | steps |" in page
+    assert "**engine**, 2026-11-30, H200, torch 2.13.0, code abc, cut off after 400 s: `c`\n\n| name |" in page
+    assert "**memory**, 2026-11-30, code abc, failed with status 1 after 9 s: `c`\n" in page and "after 1 s" not in page
+    assert "**colocated**, 2026-11-30, code abc, cut off after 9 s: `c`\n\nNot yet" in page
 
 
 @pytest.fixture
@@ -110,6 +133,33 @@ def test_what_a_piece_has_said_is_kept_where_this_command_is_ended(monkeypatch, 
     assert [(each["piece"], each["status"], each["records"]) for each in lines(tmp_path)] == [
         ("facts", -15, [{"n": 1}])
     ]
+
+
+def test_a_run_that_is_cut_says_the_steps_it_made(monkeypatch, tmp_path, capsys):
+    class Cut:
+        def __init__(self, command, **settings):
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "timing/step": 2.0, "policy": 3}\n{"step": 2, "ti')
+
+        def wait(self):
+            raise SystemExit(143)
+
+    monkeypatch.setattr(gpu_pieces, "subprocess", SimpleNamespace(Popen=Cut))
+    monkeypatch.setattr(gpu_pieces, "end_with_terminate", lambda: None)
+    with pytest.raises(SystemExit):
+        gpu_pieces.run([str(tmp_path / "run")])
+    assert capsys.readouterr().out == '{"step": 1, "timing/step": 2.0}\n'
+
+
+def test_a_decode_that_is_cut_says_what_it_measured(monkeypatch, capsys):
+    def measure_here(spec):
+        yield {"rows": 1}
+        raise SystemExit(143)
+
+    monkeypatch.setattr(decode, "measure_here", measure_here)
+    with pytest.raises(SystemExit):
+        decode.run(decode.DecodeOptions(json=True))
+    assert capsys.readouterr().out == '{"rows": 1}\n'
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,22 @@ def test_the_order_turns_round_after_each_and_one_that_fails_is_left_out():
 
         return name, measure
 
-    found, failed = rounds.measure_rounds([point("a"), point("b", fails_in=1), point("c")], 3)
+    found = []
+    failed = rounds.measure_rounds([point("a"), point("b", fails_in=1), point("c")], 3, found)
     assert taken == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a"), (2, "a"), (2, "c")]
     assert failed and [len(records) for records in found] == [3, 0, 3]
+
+
+def test_a_process_that_is_ended_has_what_was_measured():
+    def measure(number):
+        if number == 1:
+            raise SystemExit(143)
+        return {"n": number}
+
+    found = []
+    with pytest.raises(SystemExit):
+        rounds.measure_rounds([("a", measure), ("b", lambda number: {"n": number})], 2, found)
+    assert found == [[{"n": 0}], [{"n": 0}, {"n": 1}]]
 
 
 def test_the_median_rounds_record_has_the_peak_of_all():
