@@ -135,7 +135,7 @@ class EngineBenchmark:
         if measurement.what == "ours":
             self._step_seconds = self._step_seconds or raw.get("step_seconds")
             raw["step_seconds"] = self._step_seconds
-            if "vllm" in self.options.engines:  # what vLLM by itself is forced to
+            if "vllm" in self.options.engines or self.options.mean_tokens:  # what vLLM by itself is forced to
                 self.workload["lengths"] = raw["lengths"]
         return record_of(measurement.name, self.options, self.facts, raw) | {
             "settings": _shown(settings),

@@ -52,12 +52,14 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         options["prompt_tokens"] = max(map(len, prompts))
     else:
         prompts = [prompts]
-    stop_ids = sorted(stop_ids_of(model.generation_config, tokenizer, []))
+    ends = stop_ids_of(model.generation_config, tokenizer, [])
+    if options.get("mean_tokens"):
+        ends |= models.early_stop_ids(len(tokenizer), options["mean_tokens"], workload.seed)
     given = Loaded(
-        model=model, tokenizer=tokenizer, prompts=prompts, warm_up=[warm_up], stop_ids=stop_ids, workload=options
+        model=model, tokenizer=tokenizer, prompts=prompts, warm_up=[warm_up], stop_ids=sorted(ends), workload=options
     )
     if what == "facts":
-        return facts(workload, model, settings) | {"prompts": prompts, "stop_ids": stop_ids}
+        return facts(workload, model, settings) | {"prompts": prompts, "stop_ids": given.stop_ids}
     if what == "tune":
         return {"seconds": tune(settings["what"], given, settings["variants"])}
     memory.reset()
@@ -120,7 +122,7 @@ def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
     and steps of the same prompts in a second epoch."""
     workload, asked = given.workload, {name: settings[name] for name in ("schedule", "preemption", "speculate")}
     config = rollout_config(workload, **asked)
-    stop_ids = set() if workload["ignore_eos"] else None
+    stop_ids = set() if workload["ignore_eos"] else set(given.stop_ids)
     engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=stop_ids)
     engine.generate(given.warm_up, seed=workload["seed"])
     started = time.perf_counter()

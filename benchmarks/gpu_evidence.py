@@ -40,6 +40,9 @@ TRAIN = [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_token
 TRAIN += ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048"]
 TINY_TRAIN = ["rivals=[]", "group_size=4", "max_new_tokens=8", "prompt_tokens=16", "repeats=1"]
 RECOMPUTED = "activation_checkpointing=1"
+ENGINE = ["schedules=[token_budget]", "rivals=[]", "rows=[]"]
+VLLM = ["prompt_tokens=512", "max_new_tokens=512", *ENGINE, "repeats=1", "rivals.vllm_python={vllm_python}"]
+RECORDED = ["ignore_eos=false", "mean_tokens=256"]
 PIECES = "gpu_pieces"
 SOURCES, SUFFIXES = ("benchmarks", "configs", "infsample_rl", "tests"), (".py", ".yaml", ".cpp", ".h")
 
@@ -63,7 +66,7 @@ PARTS = {
     ],
     "b": [
         Piece("1.7b", "decode", [*BIG], 120, ["rows=[1,2]", "prompt_tokens=20", "own_tokens=[4]", "steps=2"]),
-        Piece("8b", "decode", [*HUGE, "rows=[1,4,8,32]", "own_tokens=[64,1024]"], 120),
+        Piece("8b", "decode", [*HUGE, "own_tokens=[64,1024]"], 240),
         # the shipped experiments decode as many as the GPU's memory holds; above 64 the layers are torch's products
         Piece("many rows", "decode", [*BIG, "rows=[128,256,512]", "own_tokens=[256]"], 120),
         Piece("short prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=128", "own_tokens=[64]"], 60),
@@ -118,13 +121,8 @@ PARTS = {
         Piece("cuda_ipc 1.7b", PIECES, ["run", "{scratch}/large_ipc", *RUN, *SHARED_GPU, *LARGE_RUN], 200),
     ],
     "f": [
-        Piece(
-            "vllm",
-            "engine",
-            [*BIG, "prompt_tokens=512", "max_new_tokens=512", "schedules=[token_budget]", "rivals=[]", "rows=[]"]
-            + ["repeats=1", "rivals.vllm_python={vllm_python}"],
-            400,
-        ),
+        Piece("forced lengths", "engine", [*BIG, *VLLM], 400),
+        Piece("recorded lengths", "engine", [*BIG, *VLLM, *RECORDED], 400),
     ],
 }
 ALWAYS = ("model",)  # what lies in a scratch folder is made again

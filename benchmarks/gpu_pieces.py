@@ -23,10 +23,10 @@ import torch
 
 from benchmarks import models
 from benchmarks.engine_point import read_bandwidth
+from benchmarks.matrix_products import SIDE, matrix_flops
 from benchmarks.process import ROOT, end_with_terminate
 from benchmarks.workload import ModelOptions
 
-SIDE = 8192  # of the matrices of a product, and bytes read in its place
 TESTS = ("tests/model", "tests/rollout", "tests/learner", "tests/benchmarks")
 TEST_PROCESSES = 6
 STEP_METRICS = ("timing/", "memory/", "rollout/", "reward/mean", "learner/logprob_diff", "learner/grad_norm")
@@ -48,22 +48,10 @@ def facts(_: list[str]) -> int:
         "bandwidth": read_bandwidth(64 * SIDE**2 if device.type == "cuda" else SIDE**2, device)
     }
     if device.type == "cuda":
-        found |= {"memory_bytes": torch.cuda.mem_get_info()[1], "matrix_flops": _matrix_flops(device)}
+        found |= {"memory_bytes": torch.cuda.mem_get_info()[1], "matrix_flops": matrix_flops(device)}
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     _say(found)
     return 0
-
-
-def _matrix_flops(device: torch.device, repeats: int = 10) -> float:
-    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(3 + repeats):
-        if number == 3:  # warmed up
-            start.record()
-        left @ right
-    end.record()
-    torch.cuda.synchronize(device)
-    return 2 * SIDE**3 * repeats / (start.elapsed_time(end) / 1000)
 
 
 def tests(selected: list[str]) -> int:

@@ -28,6 +28,11 @@ TITLES = {
     "e": "Runs of the whole system",
     "f": "vLLM beside ours",
 }
+INTRODUCTIONS = {
+    "c": "The paper's figure of memory has 21.55 GB for the full group of 32 and 10.64 GB with one slot.\n\n",
+    "d": "The share of the matrix units is that of 6 FLOP for every parameter and token of the learner in what a bf16\n"
+    "product of 8192 would do in the seconds that it learns; attention and what is recomputed are left out.\n\n",
+}
 CUT = (-15, 143)  # by SIGTERM, with which gpu_evidence ends what takes too long
 DECODE = {"name": "shape", "kv_dtype": "KV", "top_p": "top-p", "prompt_tokens": "prompt", "own_tokens": "own"}
 DECODE |= {
@@ -40,7 +45,7 @@ ENGINE = {"name": "name", "seconds": "seconds", "tokens_per_s": "tokens/s", "run
 ENGINE |= {"preemptions": "preemptions", "peak_kv_bytes": "KV GB", "peak_memory_bytes": "peak GB"}
 MEMORY = {"name": "name", "group_size": "G", "slots": "g", "kv_pool_bytes": "pool GB", "peak_memory_bytes": "peak GB"}
 TRAIN = {"name": "name", "group_size": "G", "seconds_per_step": "s a step", "learner_tokens": "learner's tokens"}
-TRAIN |= {"peak_memory_bytes": "peak GB"}
+TRAIN |= {"learn": "learn s", "matrix_share": "of the matrix units", "peak_memory_bytes": "peak GB"}
 RUN = {"step": "step", "timing/step": "s", "timing/rollout": "rollout s", "timing/weight_sync": "weight sync s"}
 RUN |= {"reward/mean": "reward", "learner/logprob_diff_max": "largest difference of log-probabilities"}
 RUN |= {"memory/rollout_peak_bytes": "rollout peak GB", "memory/learner_peak_bytes": "learner peak GB"}
@@ -68,7 +73,7 @@ def write(options: TableOptions) -> int:
 
 def page(folder: Path) -> str:
     """The whole page."""
-    return HEAD + "".join(f"\n## {TITLES[part]}\n{_part(folder, part)}" for part in PARTS)
+    return HEAD + "".join(f"\n## {TITLES[part]}\n{INTRODUCTIONS.get(part, '')}{_part(folder, part)}" for part in PARTS)
 
 
 def _part(folder: Path, part: str) -> str:

@@ -1,4 +1,5 @@
-"""The matrix products of a computation on the CPU, and the seconds they take alone: no learner here is faster."""
+"""The matrix products of a computation on the CPU, and the seconds they take alone: no learner here is faster; and what
+a GPU does in one."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
 REPEATS = 5  # of which the fastest counts
+SIDE = 8192  # of the matrices of a GPU's product
 
 
 class Operand(NamedTuple):
@@ -42,6 +44,21 @@ class MatrixProducts(TorchDispatchMode):
     def seconds_alone(self) -> float:
         """Of all that were counted, one after another, each kind at its fastest on operands that lie in the caches."""
         return sum(count * _fastest(*operands) for operands, count in self.counts.items())
+
+
+def matrix_flops(device: torch.device, repeats: int = 10) -> float | None:
+    """FLOP a second of a bf16 product of large matrices; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(3 + repeats):
+        if number == 3:  # warmed up
+            start.record()
+        left @ right
+    end.record()
+    torch.cuda.synchronize(device)
+    return 2 * SIDE**3 * repeats / (start.elapsed_time(end) / 1000)
 
 
 def _operand(tensor: Tensor) -> Operand:

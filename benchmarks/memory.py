@@ -112,7 +112,7 @@ def _ours(given: Loaded) -> tuple[list[int], dict[str, int]]:
     """
     spec = given.workload
     config = rollout_config(spec, schedule=spec["schedule"])
-    ends = early_stop_ids(len(given.tokenizer), spec["mean_tokens"], spec["seed"])
+    ends = models.early_stop_ids(len(given.tokenizer), spec["mean_tokens"], spec["seed"])
     engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=ends)
     early = engine.generate(given.prompts, seed=spec["seed"])[0]
     stats = [engine.stats]
@@ -125,13 +125,6 @@ def _ours(given: Loaded) -> tuple[list[int], dict[str, int]]:
         "peak_kv_bytes": max(each.peak_kv_bytes for each in stats),
         "kv_pool_bytes": max(each.kv_pool_bytes for each in stats),
     }
-
-
-def early_stop_ids(vocab_size: int, mean_tokens: int, seed: int) -> set[int]:
-    """A random share of 1 / mean_tokens of the vocabulary: with near-uniform logits samples end after about
-    mean_tokens."""
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
-    return set(order[: max(1, vocab_size // mean_tokens)].tolist())
 
 
 def points(options: MemoryOptions) -> list[dict[str, Any]]:

@@ -123,6 +123,13 @@ def make_prompts(workload: ModelOptions, tokenizer: PreTrainedTokenizerBase, cou
     return prompts
 
 
+def early_stop_ids(vocab_size: int, mean_tokens: int, seed: int) -> set[int]:
+    """A random share of 1 / mean_tokens of the vocabulary: with near-uniform logits samples end after about
+    mean_tokens."""
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+    return set(order[: max(1, vocab_size // mean_tokens)].tolist())
+
+
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters, tied ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -9,7 +9,8 @@ prompts of that round; the median counts, and a ratio is of two steps of one rou
 prompts, and the fastest of them is measured. With lengths=fixed prompts are random and every response takes exactly
 max_new_tokens: on both sides the end token ends nothing. With lengths=natural they are one-digit products of
 configs/data/arithmetic.yaml, and responses end where they end; each side draws its own. On a CPU `products alone` is
-what the matrix products of our learner take by themselves, as many as the step that warms up has for every token.
+what the matrix products of our learner take by themselves, as many as the step that warms up has for every token; on
+a GPU `matrix_share` is of what a bf16 product of 8192 does there: 6 FLOP a parameter and token of the learner.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
     # TRL computes every sample with a prompt of its own; padding does not count.
     last_prompts = run.spec["prompts"][-options.prompts :]
     computed = steps[-1].get("learner_tokens", tokens + sum(map(len, last_prompts)) * run.spec["group_size"])
+    peak_flops = facts["matrix_flops"] and facts["matrix_flops"] * steps[-1]["phases"]["learn"]
     shortest = options.max_new_tokens if options.lengths == "fixed" else 1
     lengths = [length for step in raw["steps"] for length in step["lengths"]]
     return {
@@ -180,6 +182,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "variants": run.variants,
         "mismatch": max((step["mismatch"] for step in steps if step.get("mismatch") is not None), default=None),
         "products_seconds": statistics.median(products) if products else None,
+        "matrix_share": 6 * facts["parameters"] * computed / peak_flops if peak_flops else None,
         "parameters": facts["parameters"],
         "device": facts["device"],
         "threads": options.threads,

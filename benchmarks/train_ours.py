@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks import models
-from benchmarks.matrix_products import MatrixProducts
+from benchmarks.matrix_products import MatrixProducts, matrix_flops
 from benchmarks.workload import ModelOptions
 from infsample_rl.cluster.colocated import ColocatedWorker
 from infsample_rl.config import (
@@ -229,6 +229,7 @@ def find_facts(spec: dict[str, Any]) -> dict[str, Any]:
         "prompts": prompts,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "on_cuda": model.device.type == "cuda",
+        "matrix_flops": matrix_flops(model.device),
     }
 
 

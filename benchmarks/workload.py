@@ -73,6 +73,12 @@ class EngineOptions(Workload):
 
     group_size: int = option(32, "G, completions of every prompt", low=1)
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
+    mean_tokens: int = option(
+        0,
+        "ids that end samples of ours after about so many tokens, whose lengths vLLM is forced to; 0: the model's own "
+        "ends. Needs ignore_eos=false",
+        low=0,
+    )
     repeats: int = option(3, "rounds; the median counts", low=1)
     engines: list[str] = option(
         ["native"],
@@ -108,6 +114,8 @@ class EngineOptions(Workload):
             check_prompts(Path(self.prompts))
         if self.temperature != 1 and (self.rivals or self.vllm_python):
             raise ValueError(f"temperature={self.temperature:g}: rivals sample at 1; give rivals=[] and no vllm_python")
+        if self.mean_tokens and self.ignore_eos:
+            raise ValueError(f"mean_tokens={self.mean_tokens}: ends are ignored; give ignore_eos=false")
         if self.vllm_python is not None and shutil.which(self.vllm_python) is None:
             raise ValueError(f"rivals.vllm_python={self.vllm_python}: there is no such interpreter")
         if "vllm" in self.engines and (self.vllm_python is None or self.shape is not None):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks import engine, engine_point, figures, learner_memory, memory
+from benchmarks import engine, engine_point, figures, learner_memory, memory, rival_settings
 from benchmarks.workload import Workload
 from infsample_rl.config import ModelConfig
 from infsample_rl.controller.step_records import PROMPT_CHARACTERS
@@ -17,6 +17,7 @@ KEYS = ["name", "seconds", "tokens", "tokens_per_s", "running_steps"]
 KEYS += ["peak_kv_bytes", "peak_memory_bytes", "roofline_fraction"]
 KV_TOKEN = 2 * 2 * 2 * 16 * 4  # keys and values, 2 layers, 2 heads of 16, float32
 PNG = b"\x89PNG"
+EAGER = {"enforce_eager": True, "omp_bind": "nobind"}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,23 @@ def test_an_engine_that_is_cut_says_what_it_measured(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["name"] == "ours/token_budget"
 
 
+def test_vllm_is_forced_to_the_lengths_at_which_stated_ends_ended_ours(tiny_qwen3, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine, "measure", lambda name, spec, **limits: engine_point.main(json.loads(json.dumps(spec))))
+    sizes = {"group_size": 16, "slots": 16, "max_new_tokens": 24, "prompt_tokens": 16, "threads": 1, "device": "cpu"}
+    options = engine.EngineOptions(
+        model=str(tiny_qwen3), rivals=[], rows=[], ignore_eos=False, mean_tokens=4, schedules=["token_budget"], **sizes
+    )
+    measuring = engine.EngineBenchmark(options, str(tmp_path))
+    (ours,) = engine.ours_measurements(options)
+    record = measuring.record(ours, 0)
+    lengths = measuring.workload["lengths"]
+    assert len(lengths) == 16 and record["tokens"] == sum(lengths) < 16 * 12 and len(set(lengths)) > 3
+    forced = {}
+    monkeypatch.setattr(rival_settings, "run_script", lambda command, spec, **limits: forced.update(spec) or {})
+    measuring._measure("vllm", measuring.workload | {"vllm_python": "python"}, {**EAGER, "num_blocks": 9})
+    assert forced["lengths"] == lengths
+
+
 @pytest.mark.gpu
 def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmark):
     sizes = ["group_size=4", "slots=4", "max_new_tokens=8", "prompt_tokens=9", "rows=[]", "profile=6"]
@@ -149,6 +167,7 @@ def test_an_update_of_either_side_has_every_token_and_weights_gradients_and_mome
         (engine, "group_sise=4", "did you mean group_size=...? keys: model, shape,"),
         (engine, "schedules=[sjff]", "did you mean sjf?"),
         (engine, "rows=[4]", "at least two different counts"),
+        (engine, "mean_tokens=4", "mean_tokens=4: ends are ignored; give ignore_eos=false"),
         (
             engine,
             "rivals.vllm_python=nowhere/python",

@@ -111,12 +111,14 @@ def test_a_record_has_medians_of_the_timed_steps(tiny_qwen3):
         {"seconds": each, "phases": {"generate": each / 2, "learn": 0.5}} | lengths for each in (9.0, 2.0, 1.0, 4.0)
     ]
     raw = {"steps": steps, "peak_memory_bytes": 7, "versions": {"trl": "1.16.0"}}
-    facts = {"parameters": 10**9, "device": "NVIDIA H200"}
+    facts = {"parameters": 10**9, "device": "NVIDIA H200", "matrix_flops": 8e14}
     run = Run("trl", {"rows": 2}, spec_of(tiny_qwen3), [])
     record = train.record_of(options, facts, run, raw)
     assert list(record)[: len(KEYS)] == KEYS
     assert (record["seconds_per_step"], record["phases"]["generate"], record["tokens_per_s"]) == (2.0, 1.0, 16.0)
     assert record["lengths_as_asked"] and record["learner_tokens"] == 4 * 8 + 4 * (3 + 5)
+    assert record["matrix_share"] == 6 * 10**9 * 64 / (0.5 * 8e14)
+    assert train.record_of(options, facts | {"matrix_flops": None}, run, raw)["matrix_share"] is None
     assert not train.record_of(options, facts, run, raw | {"steps": [*steps, steps[0] | {"lengths": [8, 8, 8, 7]}]})[
         "lengths_as_asked"
     ]
@@ -136,7 +138,7 @@ def test_ours_is_measured_before_trls_settings_are_tried_and_said_whatever_comes
     def fails(*arguments, **settings):
         raise error
 
-    facts = {"prompts": [[1]] * 100, "parameters": 1, "device": "cpu"}
+    facts = {"prompts": [[1]] * 100, "parameters": 1, "device": "cpu", "matrix_flops": None}
     monkeypatch.setattr(train, "find_facts", lambda *_, **__: facts)
     monkeypatch.setattr(train, "measure_run", measured)
     monkeypatch.setattr(train, "try_settings", fails)

@@ -50,6 +50,17 @@ def test_the_page_shows_what_failed_or_was_cut_with_its_status_in_words(tmp_path
     assert "**colocated**, 2026-11-30, code abc, cut off after 9 s: `c`\n\nNot yet" in page
 
 
+def test_the_page_has_the_papers_memory_and_the_learners_share_of_the_matrix_units(tmp_path):
+    kept = {"name": "ours", "seconds_per_step": 4.0, "phases": {"learn": 1.5}, "matrix_share": 0.41}
+    write_lines(tmp_path, "d", {"piece": "kept", "status": 0, "seconds": 50, "records": [kept]})
+    page = gpu_tables.page(tmp_path)
+    assert "21.55 GB" in page and "10.64 GB" in page
+    assert (
+        "| name | s a step | learn s | of the matrix units |\n| --- | --- | --- | --- |\n| ours | 4 | 1.5 | 0.41 |"
+        in page
+    )
+
+
 @pytest.fixture
 def pieces(monkeypatch):
     """Part a: a command that says nothing, one that fails, and one that takes longer than it may."""
