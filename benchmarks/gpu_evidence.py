@@ -33,15 +33,19 @@ RUN = ["+experiment=kk_tiny", "run.steps=3", "run.eval_prompts=8", "logging.wand
 RUN += ["cluster.rollout_workers=1", "learner.warmup_steps=1"]
 ON_GPU = ["cluster.colocate=true", "cluster.rollout_gpus=1", "cluster.learner_gpus=1"]
 SHARED_GPU = ["cluster.rollout_gpus=0.5", "cluster.learner_gpus=0.5", "cluster.weight_sync=cuda_ipc"]
-LARGE_RUN = [f"model.path={MODEL}", "model.dtype=bfloat16", "rollout.max_new_tokens=512", "run.eval_prompts=0"]
-LARGE_RUN += ["reward.functions=[benchmarks/random_reward.py:of_tokens]", "learner.max_tokens_per_micro_batch=8192"]
+TINY_RUN = ["run", "{scratch}/run", *RUN]
+LARGE_RUN = ["reward.functions=[benchmarks/random_reward.py:of_tokens]", "learner.max_tokens_per_micro_batch=8192"]
 LARGE_RUN += ["objective.mismatch_stop=1", "data.prompts_per_step=2", "run.checkpoint_every=100"]
+LARGE_RUN += ["model.dtype=bfloat16", "run.eval_prompts=0"]
+LARGE = [*RUN, *LARGE_RUN, f"model.path={MODEL}", "rollout.max_new_tokens=512"]
+TINY_DECODE, INT8, TOP_P = ["rows=[1,2]", "prompt_tokens=20", "own_tokens=[4]", "steps=2"], "kv_dtype=int8", "top_p=0.9"
+ENGINE = ["schedules=[token_budget]", "rivals=[]", "rows=[]"]
 TRAIN = [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=128", "repeats=1"]
 TRAIN += ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048"]
 TINY_TRAIN = ["rivals=[]", "group_size=4", "max_new_tokens=8", "prompt_tokens=16", "repeats=1"]
 RECOMPUTED = "activation_checkpointing=1"
-ENGINE = ["schedules=[token_budget]", "rivals=[]", "rows=[]"]
 VLLM = ["prompt_tokens=512", "max_new_tokens=512", *ENGINE, "repeats=1", "rivals.vllm_python={vllm_python}"]
+TINY_VLLM = [*VLLM, "rivals.vllm_variants=1", "prompt_tokens=20", "max_new_tokens=16", "group_size=4"]
 RECORDED = ["ignore_eos=false", "mean_tokens=256"]
 PIECES = "gpu_pieces"
 SOURCES, SUFFIXES = ("benchmarks", "configs", "infsample_rl", "tests"), (".py", ".yaml", ".cpp", ".h")
@@ -65,22 +69,20 @@ PARTS = {
         Piece("races", PIECES, ["races"], 150),
     ],
     "b": [
-        Piece("1.7b", "decode", [*BIG], 120, ["rows=[1,2]", "prompt_tokens=20", "own_tokens=[4]", "steps=2"]),
+        Piece("1.7b", "decode", [*BIG], 120, TINY_DECODE),
         Piece("8b", "decode", [*HUGE, "own_tokens=[64,1024]"], 240),
         # the shipped experiments decode as many as the GPU's memory holds; above 64 the layers are torch's products
         Piece("many rows", "decode", [*BIG, "rows=[128,256,512]", "own_tokens=[256]"], 120),
         Piece("short prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=128", "own_tokens=[64]"], 60),
         Piece("long prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=4096", "own_tokens=[64]"], 60),
-        Piece("int8", "decode", [*BIG, "rows=[4,32]", "own_tokens=[1024]", "kv_dtype=int8"], 60),
-        Piece("top-p", "decode", [*BIG, "rows=[4,32]", "own_tokens=[64]", "top_p=0.9"], 60),
+        Piece("int8", "decode", [*BIG, "rows=[4,32]", "own_tokens=[1024]", INT8], 60, [*TINY_DECODE, INT8]),
+        Piece("top-p", "decode", [*BIG, "rows=[4,32]", "own_tokens=[64]", TOP_P], 60, [*TINY_DECODE, TOP_P]),
         Piece(
             "drafts",
             "engine",
-            ["dtype=bfloat16", "max_new_tokens=256", "ignore_eos=false", "speculate=[0,auto]", "rivals=[]", "rows=[]"]
-            + ["schedules=[token_budget]", "repeats=3"],
+            ["dtype=bfloat16", "max_new_tokens=256", "ignore_eos=false", "speculate=[0,auto]", *ENGINE, "repeats=3"],
             240,
-            ["max_new_tokens=16", "group_size=4", "speculate=[0,auto]", "rivals=[]", "rows=[]", "repeats=1"]
-            + ["schedules=[token_budget]"],
+            ["max_new_tokens=16", "group_size=4", "speculate=[0,auto]", *ENGINE, "repeats=1"],
         ),
     ],
     "c": [
@@ -90,14 +92,7 @@ PARTS = {
             [*BIG, "prompt_tokens=512", "max_new_tokens=256", "schedules=[token_budget,infinite]", "rivals=[generate]"]
             + ["rows=[]", "repeats=1"],
             400,
-            [
-                "max_new_tokens=8",
-                "group_size=4",
-                "schedules=[token_budget]",
-                "rivals=[generate]",
-                "rows=[]",
-                "repeats=1",
-            ],
+            ["max_new_tokens=8", "group_size=4", *ENGINE, "rivals=[generate]", "repeats=1"],
         ),
         Piece(
             "memory",
@@ -110,19 +105,19 @@ PARTS = {
     "d": [
         Piece("model", "random_folder", ["shape=qwen3_1.7b", f"out={MODEL}"], 60),
         Piece("kept", "train", [*TRAIN, "rivals=[]"], 120, TINY_TRAIN),
-        Piece("recomputed", "train", [*TRAIN, "rivals=[]", RECOMPUTED], 120),
+        Piece("recomputed", "train", [*TRAIN, "rivals=[]", RECOMPUTED], 120, [*TINY_TRAIN, RECOMPUTED]),
         Piece("beside TRL", "train", TRAIN, 420),
     ],
     "e": [
-        Piece("colocated", PIECES, ["run", "{scratch}/colocated", *RUN, *ON_GPU], 150, ["run", "{scratch}/run", *RUN]),
+        Piece("colocated", PIECES, ["run", "{scratch}/colocated", *RUN, *ON_GPU], 150, TINY_RUN),
         Piece("cuda_ipc", PIECES, ["run", "{scratch}/cuda_ipc", *RUN, *SHARED_GPU], 150),
         Piece("model", "random_folder", ["shape=qwen3_1.7b", f"out={MODEL}"], 60),
-        Piece("colocated 1.7b", PIECES, ["run", "{scratch}/large", *RUN, *ON_GPU, *LARGE_RUN], 200),
-        Piece("cuda_ipc 1.7b", PIECES, ["run", "{scratch}/large_ipc", *RUN, *SHARED_GPU, *LARGE_RUN], 200),
+        Piece("colocated 1.7b", PIECES, ["run", "{scratch}/large", *ON_GPU, *LARGE], 200, [*TINY_RUN, *LARGE_RUN]),
+        Piece("cuda_ipc 1.7b", PIECES, ["run", "{scratch}/large_ipc", *SHARED_GPU, *LARGE], 200),
     ],
     "f": [
-        Piece("forced lengths", "engine", [*BIG, *VLLM], 400),
-        Piece("recorded lengths", "engine", [*BIG, *VLLM, *RECORDED], 400),
+        Piece("forced lengths", "engine", [*BIG, *VLLM], 400, TINY_VLLM),
+        Piece("recorded lengths", "engine", [*BIG, *VLLM, *RECORDED], 400, [*TINY_VLLM, *RECORDED, "mean_tokens=4"]),
     ],
 }
 ALWAYS = ("model",)  # what lies in a scratch folder is made again
@@ -139,7 +134,7 @@ class EvidenceOptions:
     only: list[str] = option([], "names of pieces; []: all of the part")
     vllm_python: str = option(sys.executable, "interpreter that has vLLM, for part f; default: this one")
     wheels: str | None = option(None, "folder of wheels of what is missing here, as Ray and vLLM, for the pieces alone")
-    tiny: bool = option(False, "small models, on any machine; what needs a GPU or vLLM is left out")
+    tiny: bool = option(False, "small models, on any machine; what needs a GPU is left out")
 
     def __post_init__(self) -> None:
         names = [piece.name for piece in PARTS[self.part]]

@@ -89,7 +89,7 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
 
     group = blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1)
     budget = options.kv_budget_tokens() // VLLM_BLOCK
-    variants = vllm_variants(facts["device"])
+    variants = vllm_variants(facts["device"])[: options.vllm_variants]
     return [
         Measurement("vllm", [variant | {"num_blocks": group * len(facts["prompts"])} for variant in variants]),
         Measurement("vllm/equal_kv", [variant | {"num_blocks": budget} for variant in variants]),

@@ -93,6 +93,9 @@ class EngineOptions(Workload):
         ["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch")
     )
     vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
+    vllm_variants: int = option(
+        3, "of vLLM's variants so many are tried, those without compiling first", low=1, key="rivals.vllm_variants"
+    )
     speculate: list[str] = option(["auto"], "rollout.speculate of our engine, each measured")
     prompts: str | None = option(
         None,

@@ -78,6 +78,8 @@ def test_every_rival_runs_at_its_best_and_at_equal_kv():
     assert {variant["num_blocks"] for variant in found["vllm"]} == {2 * (4 + 32 * 5)}  # room for all, of each prompt
     tried = [(each["enforce_eager"], each["omp_bind"]) for each in found["vllm"]]
     assert tried == [(True, "auto"), (True, "nobind"), (False, "nobind")]
+    options.vllm_variants = 1
+    assert [len(each.variants) for each in rival_measurements(options, FACTS)][-2:] == [1, 1]
 
 
 def test_our_schedules_on_vllm_have_the_blocks_that_it_has_by_itself(monkeypatch):
