@@ -54,9 +54,9 @@ lint: $(READY)
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/benchmarks $(ARGS)
 
-# What docs/results/gpu.md says, part a to f, nine minutes each at most: as gpu. Part f: ARGS="vllm_python=PYTHON".
+# What docs/results/gpu.md says, part a to f, nine minutes each at most: as gpu. Part f: ARGS="vllm_python=PYTHON". With out=F: F.md.
 gpu-evidence:
-	$(PYTHON) -m benchmarks.gpu_evidence part=$(PART) $(ARGS); status=$$?; $(PYTHON) -m benchmarks.gpu_tables && exit $$status
+	$(PYTHON) -m benchmarks.gpu_evidence part=$(PART) $(ARGS); status=$$?; $(PYTHON) -m benchmarks.gpu_tables $(patsubst out=%,lines=%,$(filter out=%,$(ARGS))) && exit $$status
 
 # The interpreter that rollout.engine=vllm starts its rollout workers in.
 vllm: $(VLLM_VENV)/.ready

@@ -111,6 +111,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 

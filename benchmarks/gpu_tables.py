@@ -1,6 +1,6 @@
 """The page docs/results/gpu.md, from the JSON lines of benchmarks.gpu_evidence.
 
-python -m benchmarks.gpu_tables [lines=docs/results/gpu] [out=docs/results/gpu.md]
+python -m benchmarks.gpu_tables [lines=docs/results/gpu] [out=PAGE]
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class TableOptions:
     """Arguments of this command."""
 
     lines: str = option(PAGE_FOLDER, "folder of the JSON lines")
-    out: str = option("docs/results/gpu.md", "the page")
+    out: str = option("", "the page; default: LINES.md")
+
+    def __post_init__(self) -> None:
+        self.out = self.out or f"{self.lines.rstrip('/')}.md"
 
 
 def main() -> int:
@@ -119,7 +122,7 @@ def _said(record: Record) -> str:
     if "matrix_flops" in first:
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         memory, read_rate, flops = first["memory_bytes"] / 1e9, first["bandwidth"] / 1e12, first["matrix_flops"] / 1e12
-        device = f"{first['device']}, {memory:.1f} GB, driver {first['driver']}, {versions}"
+        device = f"{first['device']}, {memory:.1f} GB, driver {first['driver'] or 'unknown'}, {versions}"
         return f"{device}; a sum reads {read_rate:.2f} TB/s, a bf16 product of 8192 does {flops:.0f} TFLOP/s."
     if "name" not in first and "step" not in first:  # the facts of a rehearsal
         return f"{first['device']}."

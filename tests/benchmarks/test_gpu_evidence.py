@@ -65,6 +65,14 @@ def test_the_page_has_the_papers_memory_and_the_learners_share_of_the_matrix_uni
     )
 
 
+def test_the_page_of_another_folder_lies_beside_it(tmp_path):
+    assert gpu_tables.TableOptions().out == "docs/results/gpu.md"
+    made = ["make", "-n", "gpu-evidence", f"ARGS=minutes=1 out={tmp_path}/lines"]
+    said = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"part=a minutes=1 out={tmp_path}/lines;" in said and f"gpu_tables lines={tmp_path}/lines &&" in said
+    assert gpu_tables.TableOptions(lines=f"{tmp_path}/lines/").out == f"{tmp_path}/lines.md"
+
+
 @pytest.fixture
 def pieces(monkeypatch):
     """Part a: a command that says nothing, one that fails, and one that takes longer than it may."""
@@ -175,6 +183,10 @@ def test_a_decode_that_is_cut_says_what_it_measured(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         decode.run(decode.DecodeOptions(json=True))
     assert capsys.readouterr().out == '{"rows": 1}\n'
+
+
+def test_the_driver_is_unknown_where_no_tool_says_it():
+    assert gpu_pieces._output("there-is-no-nvidia-smi", "--query-gpu=driver_version") is None
 
 
 @pytest.mark.parametrize(
