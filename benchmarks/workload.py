@@ -75,8 +75,8 @@ class EngineOptions(Workload):
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
     mean_tokens: int = option(
         0,
-        "ids that end samples of ours after about so many tokens, whose lengths vLLM is forced to; 0: the model's own "
-        "ends. Needs ignore_eos=false",
+        "samples of ours end at random ids after about so many tokens, and vLLM is forced to their lengths; 0: at the "
+        "model's own. Needs ignore_eos=false",
         low=0,
     )
     repeats: int = option(3, "rounds; the median counts", low=1)
