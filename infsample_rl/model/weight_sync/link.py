@@ -224,23 +224,24 @@ def _process_group(mail: Mailbox, device: torch.device) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * limit  # NCCL's own limit ends the process without a word: let ours come first
 
-    def form() -> Any:
-        store = dist.PrefixStore("weights", mail.store.plain)
-        group: Any = dist.ProcessGroupNCCL(store, mail.member, mail.members, options)
+    def form(store: dist.Store) -> Any:
+        group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), mail.member, mail.members, options)
         group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions())  # which makes the communicator
         return group
 
     return formed(mail, form)
 
 
-def formed(mail: Mailbox, form: Callable[[], Any]) -> Any:
-    """What `form` gives. RuntimeError at the time limit: NCCL's call ends at no limit of its own when a member is lost
-    while the communicator forms, so it runs in a thread, which is left behind then."""
+def formed(mail: Mailbox, form: Callable[[dist.Store], Any]) -> Any:
+    """What `form` gives, of the run's store without signatures. RuntimeError at the time limit: NCCL's call ends at no
+    limit of its own when a member is lost while the communicator forms, so it runs in a thread, which is left behind
+    then. Its connection to the store is its own, since a TCPStore is locked for as long as one of its calls waits."""
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    store = mail.store.clone().plain
 
     def run() -> None:
         try:
-            found.put(form())
+            found.put(form(store))
         except RuntimeError as error:
             found.put(error)
 

@@ -12,7 +12,7 @@ import torch
 from link_members import Plan
 
 from infsample_rl.model.weight_sync.link import Mailbox, WeightLink, formed
-from infsample_rl.model.weight_sync.store import host_store
+from infsample_rl.model.weight_sync.store import host_store, open_store
 
 TRANSPORTS = ("broadcast", "cuda_ipc")  # on the CPU: gloo, and shared host memory
 
@@ -87,14 +87,24 @@ def test_two_processes_on_one_gpu_hold_the_same_weights_through_cuda_ipc(start_m
 
 
 def test_a_group_that_does_not_form_is_said_at_the_limit_and_an_error_at_once():
-    store, _ = host_store("127.0.0.1", 5.0)
+    store, _ = host_store("127.0.0.1", 20.0)
     mail, started = Mailbox(store, 0, 2, 0.5), time.monotonic()
     with pytest.raises(RuntimeError, match=r"did not form within 0.5 s"):
-        formed(mail, threading.Event().wait)
+        formed(mail, lambda plain: plain.get("never"))  # so does NCCL wait for what rank 0 has to say
     assert time.monotonic() - started < 3.0
     with pytest.raises(RuntimeError, match="no such card"):
-        formed(mail, lambda: (_ for _ in ()).throw(RuntimeError("no such card")))
-    assert formed(mail, lambda: "a group") == "a group"
+        formed(mail, lambda plain: (_ for _ in ()).throw(RuntimeError("no such card")))
+    assert formed(mail, lambda plain: "a group") == "a group"
+
+
+def test_a_member_that_fails_while_a_group_forms_is_heard():
+    store, address = host_store("127.0.0.1", 20.0)
+    other = Mailbox(open_store(address, 20.0), 1, 2, 10.0)
+    started = time.monotonic()
+    threading.Timer(0.2, other.fail, ["out of memory"]).start()
+    with pytest.raises(RuntimeError, match="rollout worker 0: out of memory"):
+        formed(Mailbox(store, 0, 2, 10.0), lambda plain: plain.get("never"))
+    assert time.monotonic() - started < 5.0
 
 
 @pytest.mark.gpu
