@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infsample_rl.model.architecture import last_hidden_size
 from infsample_rl.rollout.engine.decoder import FusedDecoder
-from infsample_rl.rollout.engine.model_runner import ModelRunner
+from infsample_rl.rollout.engine.model_runner import ModelRunner, first_line
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
 
@@ -25,6 +25,10 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
 # parameters, of which a server is asked for many, and for other numbers of prompt places.
 MOST_COMPILATIONS = 64
 WARM_UP_STEPS = 3  # before a capture: kernels are compiled and cuBLAS takes its workspace
+
+
+class CaptureError(RuntimeError):
+    """A step could not be captured; nothing has changed."""
 
 
 def bucket_of(num_rows: int, most_rows: int) -> int:
@@ -99,7 +103,8 @@ class DecodeGraphs:
     def step(self, first_logits: dict[int, Tensor]) -> DrawnTensors:
         """Launch one step of the batch's rows. `first_logits`: [V] by place, of prompts that have rows without a token.
 
-        The result lies in host memory once its event has come; it is overwritten two steps later.
+        The result lies in host memory once its event has come; it is overwritten two steps later. CaptureError where a
+        step of so many rows cannot be captured.
         """
         for place, logits in first_logits.items():
             self._prompt_logits[place].copy_(logits)
@@ -151,14 +156,16 @@ class DecodeGraphs:
         for tensor, idle in batch.moving:
             if idle is not None:
                 tensor.fill_(idle)
-        graph = None
-        if batch.device.type == "cuda":
-            graph = self._capture_on_device(num_rows)
-        else:
+        try:
+            if batch.device.type == "cuda":
+                return self._capture_on_device(num_rows)
             self._run(num_rows)
-        for tensor, values in kept:
-            tensor.copy_(values)
-        return graph
+        except Exception as error:  # Triton's errors have no base in common with others
+            raise CaptureError(first_line(error)) from error
+        finally:
+            for tensor, values in kept:
+                tensor.copy_(values)
+        return None
 
     def _capture_on_device(self, num_rows: int) -> torch.cuda.CUDAGraph:
         stream = _capture_stream()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
+from infsample_rl.rollout.engine.cuda_decode import CaptureError, DecodeGraphs
+from infsample_rl.rollout.engine.graph_cache import GraphCache
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
-from infsample_rl.types import MaybeNone
 
 LOGITS_AT_A_TIME = 2**20  # rows x vocabulary: 4 MB of float32, so that logits do not grow with the rows
 Rows = list[Sample]
@@ -20,12 +20,11 @@ Drafts = list[list[int]]  # of every row
 class DecodeStep:
     """One token for every row of a batch: the model's forward and a draw, captured as CUDA graphs or not."""
 
-    def __init__(
-        self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, graphs: DecodeGraphs | MaybeNone
-    ) -> None:
-        """`graphs`: captured steps, whose own batch takes the place of `batch`."""
-        self.runner, self.sampler, self.graphs = runner, sampler, graphs
-        self.batch = batch if graphs is None else graphs.batch
+    def __init__(self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, cache: GraphCache) -> None:
+        """`cache`: of captured steps, whose own batch takes the place of `batch`."""
+        self.runner, self.sampler, self._cache = runner, sampler, cache
+        self._graphs = cache.take(batch, sampler)
+        self.batch = batch if self._graphs is None else self._graphs.batch
         self.prompt_logits: dict[PromptGroup, Tensor] = {}  # [V] each, of the resident prompts
 
     def launch(self, rows: Rows, drafts: Drafts | None = None) -> tuple[DrawnTensors, Tensor | None]:
@@ -34,21 +33,23 @@ class DecodeStep:
         batch = self.batch
         if drafts is not None or batch.is_spread:
             batch.spread(rows, drafts or [[]] * len(rows))
-        if self.graphs is not None:
-            return self._launch_graph(rows)
+        if self._graphs is not None:
+            try:
+                return self._launch_graph(self._graphs, rows)
+            except CaptureError as error:
+                self._graphs = None
+                self._cache.give_up(str(error))
         drawn, hidden = self._run(rows)
         if not batch.is_spread:  # else every row is written again
             batch.move_on(drawn.tokens)
             batch.count_step()
         return drawn, hidden
 
-    def _launch_graph(self, rows: Rows) -> tuple[DrawnTensors, Tensor]:
+    def _launch_graph(self, graphs: DecodeGraphs, rows: Rows) -> tuple[DrawnTensors, Tensor]:
         batch, logits = self.batch, self.prompt_logits
         starting = {rows[row].group for row in batch.first_rows.values()}
-        drawn = self.graphs.step(
-            {place: logits[group] for place, group in enumerate(batch.groups) if group in starting}
-        )
-        return drawn, self.graphs.hidden[: batch.num_rows]
+        drawn = graphs.step({place: logits[group] for place, group in enumerate(batch.groups) if group in starting})
+        return drawn, graphs.hidden[: batch.num_rows]
 
     def _run(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
         batch = self.batch

@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 
 from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs, whole_heads
 from infsample_rl.rollout.engine.model_runner import ModelRunner, first_line
-from infsample_rl.rollout.engine.row_batch import RowBatch, trial_sample
+from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Sampler
+from infsample_rl.rollout.engine.step_trial import try_steps
 
 KEPT = 2  # sets of graphs: those of training and of evaluation
-# of the largest hidden state, by which a captured step may differ from a plain one
-BOUND, BOUND_ROUNDED = 1e-3, 0.1  # the second in 16 bits, and with KV of 8
 
 
 class GraphCache:
@@ -25,7 +24,7 @@ class GraphCache:
         self.is_used = self.compiles = False
         self._runner = runner
         self._kept: dict[tuple, DecodeGraphs] = {}
-        self._is_tried = False
+        self._is_tried = self._is_given_up = False
         self._weights_at: list[int] = []
 
     def clear(self) -> None:
@@ -34,14 +33,20 @@ class GraphCache:
 
     def check_device(self) -> None:
         """Use graphs from now on where the runner's device and pool can; on CUDA one line says when not, and why."""
-        runner = self._runner
-        if runner.device.type != "cuda":
+        if self._runner.device.type != "cuda" or self._is_given_up:
             return
-        reason = why_no_graphs(runner)
-        self.is_used = self.compiles = not reason
+        self.is_used = self.compiles = True
+        reason = why_no_graphs(self._runner)
         if reason:
-            runner.exact = False
-            warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
+            self.give_up(reason)
+
+    def give_up(self, reason: str) -> None:
+        """Capture and compile no steps from now on, which one line says."""
+        runner, self._is_given_up = self._runner, True
+        self.is_used = self.compiles = runner.exact = False
+        self.clear()
+        warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=5)
+        runner.find_decoder()  # one that is not compiled
 
     def take(self, batch: RowBatch, sampler: Sampler) -> DecodeGraphs | None:
         """Graphs whose own batch can take the place of `batch`, or None where steps are not captured.
@@ -72,32 +77,17 @@ class GraphCache:
         return graphs
 
     def _build(self, batch: RowBatch, sampler: Sampler) -> DecodeGraphs | None:
-        """Graphs over `batch`; the first ones once they have given the hidden states of a plain step, else None from
-        now on, which one line says."""
-        if self._is_tried:
-            return DecodeGraphs(self._runner, batch, sampler, compiled=self.compiles)
-        runner, sample = self._runner, trial_sample(self._runner.vocab_size, [0], [1])
-        plain = RowBatch(1, 1, 1, 1, batch.scratch_page, batch.device)
-        plain.arrange([sample])
-        runner.prefill(sample.group.prompt_ids, sample.group.pages)
-        wanted, reason = runner.decode(plain)[0].float(), ""
+        """Graphs over `batch`; None, from now on, where they cannot be made or the first ones give other hidden states
+        than plain steps."""
         try:
-            graphs = DecodeGraphs(runner, batch, sampler, compiled=self.compiles)
-            batch.arrange([sample])
-            graphs.step({})
-            difference = ((graphs.hidden[0].float() - wanted).abs().max() / wanted.abs().max()).item()
-            rounds = runner.dtype.itemsize == 2 or runner.kv.is_quantised
-            if not difference < (BOUND_ROUNDED if rounds else BOUND):
-                reason = f"it gives other hidden states ({difference:.2g})"
+            graphs = DecodeGraphs(self._runner, batch, sampler, compiled=self.compiles)
+            if not self._is_tried:
+                try_steps(self._runner, graphs)
         except Exception as error:  # Triton's errors have no base in common with others
-            reason = first_line(error)
+            self.give_up(first_line(error))
+            return None
         self._is_tried = True
-        if not reason:
-            return graphs
-        self.is_used = self.compiles = runner.exact = False
-        warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
-        runner.find_decoder()  # one that is not compiled
-        return None
+        return graphs
 
 
 def addresses(model: PreTrainedModel) -> list[int]:

@@ -120,7 +120,7 @@ class SamplingEngine(RolloutEngine):
         batch = RowBatch(most, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
         return DecodeLoop(
             self._new_planner(call, parking, parks=parking is not None),
-            DecodeStep(runner, batch, sampler, self.pool.graphs.take(batch, sampler)),
+            DecodeStep(runner, batch, sampler, self.pool.graphs),
             self._stop_rule(config),
             MicroGroups(groups, config.micro_group, self.policy_version, truncates=sampler.truncates),
             run_ahead=runner.device.type == "cuda",

@@ -276,3 +276,66 @@ def test_steps_that_fail_or_differ_at_their_first_trial_are_not_captured(make_mo
     with pytest.warns(UserWarning, match=f"not captured as CUDA graphs, several times slower: .*{fault}"):
         found = engine.generate(PROMPTS, seed=1)
     assert ends_of(found) == ends_of(wanted) and not engine.pool.graphs.is_used
+
+
+FAULTS = {  # what spoils a step over a batch of pages of eight tokens
+    "33 rows": lambda graphs, num_rows: num_rows > 32 and graphs.hidden[32:].mul_(1.1),
+    "65 rows": lambda graphs, num_rows: num_rows > 64 and graphs.hidden[64:].mul_(1.1),
+    "own pages": lambda graphs, num_rows: graphs.batch.lengths.clamp_(max=8),
+    "pages of the prompt": lambda graphs, num_rows: graphs.batch.prompt_lengths.clamp_(max=8),
+    "pages of some row": lambda graphs, num_rows: graphs.batch.tables[1:].copy_(graphs.batch.tables[:1].clone()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_some_rows_or_of_long_samples_is_found_at_the_first_trial(make_model, tokenizer, monkeypatch, fault):
+    model, run = make_model(), cuda_decode.DecodeGraphs._run
+    settings = {"max_new_tokens": 20, "page_size": 8, "group_size": 80, "slots": 80, "max_prompt_tokens": 30}
+    wanted = make_engine(model, tokenizer, **settings).generate(PROMPTS[:1], seed=1)
+
+    def spoiled(graphs, num_rows):
+        if "rows" not in fault:
+            FAULTS[fault](graphs, num_rows)
+        run(graphs, num_rows)
+        if "rows" in fault:
+            FAULTS[fault](graphs, num_rows)
+
+    monkeypatch.setattr(cuda_decode.DecodeGraphs, "_run", spoiled)
+    engine = make_engine(model, tokenizer, static=True, **settings)
+    with pytest.warns(UserWarning, match="several times slower: a step of [0-9]+ rows gives other hidden states"):
+        found = engine.generate(PROMPTS[:1], seed=1)
+    assert ends_of(found) == ends_of(wanted) and not engine.pool.graphs.is_used
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.3, "speculate": "3"}, {"top_p": 0.8}], ids=str)
+def test_a_call_goes_on_uncaptured_where_a_later_capture_fails(model, tokenizer, request, monkeypatch, settings):
+    settings = {"max_new_tokens": 12, "group_size": 50, "slots": 50, "schedule": "arrival"} | settings
+    wanted = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=1)
+    request.getfixturevalue("ahead")
+    engine, tried = make_engine(model, tokenizer, static=True, **settings), []
+    engine.generate(PROMPTS[:1], seed=1, sample_indices=[[0, 1]])
+    run = cuda_decode.DecodeGraphs._run
+
+    def broken(graphs, num_rows):
+        run(graphs, num_rows)  # rows have moved on before it fails
+        tried.append(num_rows)
+        if num_rows == 48:
+            raise TritonsError("out of resource: shared memory\nRequired: 3")
+
+    monkeypatch.setattr(cuda_decode.DecodeGraphs, "_run", broken)
+    with pytest.warns(UserWarning, match="several times slower: out of resource: shared memory$"):
+        found = engine.generate(PROMPTS, seed=1)
+    assert ends_of(found) == ends_of(wanted) and tried[-1] == 48
+    assert not engine.pool.graphs.is_used and engine.pool.graphs._kept == {}
+    assert ends_of(engine.generate(PROMPTS, seed=1)) == ends_of(wanted)
+
+
+def test_what_was_given_up_is_not_captured_beside_a_larger_pool_either(make_model, tokenizer, monkeypatch):
+    engine = make_engine(make_model(), tokenizer, static=True, max_prompt_tokens=9)
+    cache = engine.pool.graphs
+    with pytest.warns(UserWarning, match="several times slower: out of resource"):
+        cache.give_up("out of resource")
+    monkeypatch.setattr("infsample_rl.rollout.engine.graph_cache.why_no_graphs", lambda runner: "")
+    engine.runner.device = torch.device("cuda")
+    cache.check_device()
+    assert not cache.is_used and not cache.compiles

@@ -214,6 +214,58 @@ def test_kernels_leave_counters_at_zero_for_the_next_step(interpreted, make_vari
     assert (first[0] == second[0]).all() and (first[1] == second[1]).all()
 
 
+def tried_steps(config, state, dtype, kv_dtype, most_rows):
+    """What the first trial of captured steps says where they run in Triton; "" for nothing."""
+    from transformers import AutoModelForCausalLM
+
+    from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
+    from infsample_rl.rollout.engine.sampler import Sampler
+    from infsample_rl.rollout.engine.step_trial import try_steps
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.load_state_dict(state)
+    runner = ModelRunner(model, kv_dtype=kv_dtype)
+    runner.allocate(16 + most_rows, 8)
+    batch = RowBatch(most_rows, 3, 1, 8, runner.kv.scratch_page, runner.device)
+    workspace, none = in_triton(runner, batch), {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    sampler = Sampler(runner.vocab_size, runner.vocab_size, **none, device=runner.device)
+    with patch.object(runner, "new_workspace", lambda batch: workspace):
+        graphs = DecodeGraphs(runner, batch, sampler, compiled=False)
+    try:
+        try_steps(runner, graphs)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def tried_faulty_steps(config, state, dtype, kv_dtype, most_rows):
+    """As tried_steps, where attention leaves out the pages behind a prompt's first."""
+    from infsample_rl.rollout.engine import triton_layers
+
+    def faulty(query, keys, values, tables, lengths, prompt_tables, prompt_lengths, *others, **options):
+        return attention(
+            query, keys, values, tables, lengths, prompt_tables, prompt_lengths.clamp(max=8), *others, **options
+        )
+
+    attention = triton_layers.paged_attention
+    with patch.object(triton_layers, "paged_attention", faulty):
+        return tried_steps(config, state, dtype, kv_dtype, most_rows)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_first_trial_of_steps_in_triton_finds_no_fault_but_one_that_is_there(interpreted, make_variant, kv_dtype):
+    config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1)
+    assert interpreted(tried_steps, config, state, torch.float16, kv_dtype, 4) == ""
+    said = interpreted(tried_faulty_steps, config, state, torch.float16, kv_dtype, 4)
+    assert said.startswith("a step of 1 rows gives other hidden states")
+
+
+@pytest.mark.slow
+def test_the_first_trial_goes_through_all_kernels_of_the_products(interpreted, make_variant):
+    config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1)
+    assert interpreted(tried_steps, config, state, torch.float16, "auto", 96) == ""
+
+
 @pytest.mark.parametrize(
     ("dtype", "change"),
     [
