@@ -118,7 +118,7 @@ def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
     """Rows that decode at a time, at most: a row has a page from its second token on, and a sample of a step or of an
     evaluation."""
     pages = pool_pages(config, model, device.usable_bytes - weights_share(config, model))
-    rows = rows_in(config.rollout, pages, [config.data.max_prompt_tokens] * config.rollout.planned_prompts)
+    rows = rows_in(config.rollout, pages, [1])  # the shortest prompts leave room for most
     return bucket_of(config.most_samples, rows) if config.cluster.rollout_gpus > 0 else min(rows, config.most_samples)
 
 

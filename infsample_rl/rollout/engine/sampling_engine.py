@@ -22,6 +22,7 @@ from infsample_rl.rollout.engine.rollout_engine import Call, RolloutEngine
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Sampler
 from infsample_rl.rollout.engine.speculation import speculation_of
+from infsample_rl.rollout.schedule.kv_budget import rows_in
 
 
 class SamplingEngine(RolloutEngine):
@@ -115,8 +116,9 @@ class SamplingEngine(RolloutEngine):
         # The most of any call, so that graphs stay.
         most_tokens = max(self._max_new_tokens, config.max_new_tokens), self.pool.longest_prompt
         pages = [-(-tokens // page_size) for tokens in most_tokens]
-        # rows, or rows and the tokens drafted after them
-        most = most_rows if self._speculation is None else max(most_rows, MOST_QUERIES)
+        most = rows_in(config, self.num_pages, [1])  # which shorter prompts may leave room for
+        if self._speculation is not None:
+            most = max(most, MOST_QUERIES)  # rows and the tokens drafted after them
         batch = RowBatch(most, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
         return DecodeLoop(
             self._new_planner(call, parking, parks=parking is not None),

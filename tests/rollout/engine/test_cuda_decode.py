@@ -229,6 +229,19 @@ def test_requests_of_other_lengths_run_the_same_graphs(model, tokenizer):
     assert len(seen) == 1
 
 
+def test_calls_whose_prompts_leave_room_for_other_numbers_of_rows_run_the_same_graphs(model, tokenizer):
+    settings = {"schedule": "arrival", "slots": None, "kv_budget_tokens": 160, "page_size": 4, "group_size": 40}
+    settings |= {"max_new_tokens": 4, "max_prompt_tokens": 40}
+    engine, seen, rows = make_engine(model, tokenizer, static=True, **settings), set(), []
+    for prompts in ([[5] * 40], [[5] * 2]):
+        wanted = make_engine(model, tokenizer, **settings).generate(prompts, seed=1)
+        assert ends_of(engine.generate(prompts, seed=1)) == ends_of(wanted)
+        (graphs,) = engine.pool.graphs._kept.values()
+        seen.add(id(graphs))
+        rows.append(engine._loop.planner.num_slots)
+    assert len(seen) == 1 and rows == [30, 39]
+
+
 @pytest.mark.slow  # torch traces ten times
 def test_drawing_is_compiled_for_more_sampling_parameters_than_torch_allows(model, tokenizer, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
