@@ -89,5 +89,5 @@ class EnginePool:
         """Where preempted samples' KV waits, made when a schedule that preempts first finds this pool."""
         kv = self._runner.kv
         if self._parked_beside is not kv:
-            self.parking, self._parked_beside = open_parking(self._config, kv), kv
+            self.parking, self._parked_beside = open_parking(self._config, kv, self._sharers), kv
         return self.parking

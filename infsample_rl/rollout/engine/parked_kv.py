@@ -25,7 +25,8 @@ from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, Parking
 
 CHUNK_BYTES = 2**26  # of pinned memory at a time: torch rounds every piece up to a power of two
-SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool is allocated
+# of what is free when a pool is allocated: in host memory for all workers together, or on the disk
+SHARE_OF_FREE = 0.5
 
 
 class ParkedInMemory(Parking):
@@ -33,8 +34,9 @@ class ParkedInMemory(Parking):
     time. Copies are launched a page at a time, which is what they take on the GPU, and not waited for: what is copied
     next, either way, comes behind them."""
 
-    def __init__(self, kv: PagedKV) -> None:
-        super().__init__(_most_pages(kv, free_bytes(torch.device("cpu"))))
+    def __init__(self, kv: PagedKV, sharers: int = 1) -> None:
+        """`sharers`: workers that park KV in this memory, which has no more for all of them."""
+        super().__init__(_most_pages(kv, free_bytes(torch.device("cpu")) // sharers))
         self._parts, self._is_cuda = kv.parts, kv.device.type == "cuda"
         self._pages_of_chunk = max(1, CHUNK_BYTES // kv.page_bytes)
         self._places: dict[Hashable, list[list[Tensor]]] = {}  # of its pages; of every page one of each part's size
@@ -179,13 +181,13 @@ def check_parking(config: RolloutConfig, device: torch.device) -> None:
         check_disk_folder("rollout.preemption", _folder(config))
 
 
-def open_parking(config: RolloutConfig, kv: PagedKV) -> ParkedKV | None:
+def open_parking(config: RolloutConfig, kv: PagedKV, sharers: int) -> ParkedKV | None:
     """Where preempted samples' KV waits beside this pool; None: it is computed again, which one warning says if it is
-    for want of a place."""
+    for want of a place. `sharers`: as ParkedInMemory's."""
     if config.preemption == "recompute":
         return None
     if _takes_memory(config, kv.device):
-        return ParkedInMemory(kv)
+        return ParkedInMemory(kv, sharers)
     try:
         return ParkedInFile(kv, _folder(config))
     except (OSError, ValueError) as error:

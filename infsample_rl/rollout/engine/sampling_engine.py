@@ -53,8 +53,8 @@ class SamplingEngine(RolloutEngine):
         memory allows, since captured steps go with a pool. `shared_probe`: the length probe belongs to a run: it
         predicts with what `lengths.watch.load` brings, and `learn` hands over what it saw; else it learns from each
         call for the next. Of a pool that takes what is free, `reserved_bytes`: what it leaves to others in this
-        process; `sharers`: engines of other processes on the CPU and this one; `gpu_part`: of the GPU's memory, what is
-        this process's. ValueError for what cannot work.
+        process; `gpu_part`: of the GPU's memory, what is this process's. `sharers`: this engine and those of other
+        processes that share host memory. ValueError for what cannot work.
         """
         self._adapters = adapters
         kv_dtype = rollout_config.kv_dtype

@@ -61,6 +61,15 @@ def test_host_memory_grows_to_what_is_parked_at_a_time_alone(monkeypatch):
     assert len(parking._free) == 5
 
 
+def test_workers_of_one_machine_park_in_half_of_its_free_memory_together(make_model, tokenizer, monkeypatch):
+    engine = make_engine(make_model(), tokenizer, kv_budget_tokens=160)
+    free = 16 * engine.runner.kv.page_bytes
+    monkeypatch.setattr(parked_kv, "free_bytes", lambda device: free)
+    monkeypatch.setattr(parked_kv, "_takes_memory", lambda config, device: True)
+    engine.pool._sharers = 4
+    assert engine.pool.open_parking().most_pages == 2
+
+
 @pytest.mark.parametrize("place", ["memory", "file"])
 def test_four_pools_are_the_most_that_is_parked_and_what_is_left_behind_makes_room(place, disk_folder):
     kv = make_kv("auto")
@@ -98,7 +107,7 @@ def test_samples_parked_in_memory_are_those_of_an_engine_that_parks_nothing(make
         return tokens_of(engine.generate(prompts, seed=4)), engine.stats
 
     expected, _ = sample(schedule="full_group")
-    monkeypatch.setattr(engine_pool, "open_parking", lambda config, kv: ParkedInMemory(kv))
+    monkeypatch.setattr(engine_pool, "open_parking", lambda config, kv, sharers: ParkedInMemory(kv, sharers))
     found, stats = sample(kv_budget_tokens=budget + 16)
     # of the prompts too, which have to give way
     assert found == expected and stats.parked_tokens > 0 and stats.recomputed_tokens == 0
