@@ -16,6 +16,7 @@ from infsample_rl.learner.optimizer import build_optimizer, load_moments, moment
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
 from infsample_rl.types import LossTotals
+from tests.gpu import GPU
 from tests.learner_ranks import Scenario, end_ranks, run_ranks, start_ranks
 from tests.tiny_models import assert_tensors_close
 
@@ -253,7 +254,7 @@ def test_8_bit_moments_of_shards_are_saved_as_float32_and_come_back(one_rank_gro
 def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(
     tools, one_rank_group, samples, untied_policy, settings
 ):
-    device, found = torch.device("cuda"), {}
+    device, found = torch.device(GPU), {}
     for offload in (True, False):
         policy = PackedPolicy(tools.load_plain(untied_policy).to(device), valid_vocab=60, chunk_tokens=7)
         learner = replace(settings, offload_optimizer=offload)
@@ -267,7 +268,7 @@ def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(
             assert {shard.to_local().device.type for shard in backend.shards.values()} == {"cpu"}
         masters = {name: master.cpu() for name, master in backend.training_states(["master"])}
         published = {name: tensor.clone() for name, tensor in backend.full_parameters()}
-        assert {tensor.device.type for tensor in published.values()} == {"cuda"}
+        assert {tensor.device.type for tensor in published.values()} == {GPU}
         found[offload] = norm, masters
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
     assert_tensors_close(found[True][1], found[False][1], rtol=1e-3, atol=1e-4)
@@ -275,7 +276,7 @@ def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(
 
 @pytest.mark.parametrize(
     ("device", "dtype"),
-    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+    [("cpu", torch.float32), pytest.param(GPU, torch.bfloat16, marks=pytest.mark.gpu)],
 )
 def test_two_updates_repeat_bit_by_bit(tools, one_rank_group, samples, untied_policy, device, dtype):
     found = []

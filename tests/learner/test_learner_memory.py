@@ -11,9 +11,8 @@ from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
+from tests.gpu import GPU
 from tests.tiny_models import assert_tensors_close
-
-pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
 LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
 
@@ -33,6 +32,7 @@ def bench(tiny_qwen3, *arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow  # real processes for minutes
 def test_peak_memory_is_flat_in_the_group_size_and_the_rivals_grows(tools, tiny_qwen3):
     row = ("max_tokens_per_micro_batch=512", "max_new_tokens=64", "prompt_tokens=32")
     records = bench(tiny_qwen3, "groups=[16,128]", "max_full_batch_group=128", *row)
@@ -69,6 +69,7 @@ def updates(tools, path, learner, dtype, device="cpu"):
     return backend, masters_of(backend)
 
 
+@pytest.mark.slow  # test_learner_ranks.py has every backend in `make test`
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_offloaded_optimizer_steps_alike_and_has_copies_only_where_something_has_to_move(tools, tied_policy, dtype):
     plain, expected = updates(tools, tied_policy, LEARNER, dtype)
@@ -85,15 +86,15 @@ def test_an_offloaded_optimizer_steps_alike_and_has_copies_only_where_something_
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_offloaded_masters_and_moments_are_in_host_memory(tools, tied_policy, dtype):
-    plain, expected = updates(tools, tied_policy, LEARNER, dtype, "cuda")
+    plain, expected = updates(tools, tied_policy, LEARNER, dtype, GPU)
     offloaded, found = updates(
-        tools, tied_policy, LearnerConfig(**{**vars(LEARNER), "offload_optimizer": True}), dtype, "cuda"
+        tools, tied_policy, LearnerConfig(**{**vars(LEARNER), "offload_optimizer": True}), dtype, GPU
     )
     assert {tensor.device.type for _, tensor in offloaded.training_states()} == {"cpu"}
-    assert {parameter.device.type for parameter in offloaded.policy.lm.parameters()} == {"cuda"}
+    assert {parameter.device.type for parameter in offloaded.policy.lm.parameters()} == {GPU}
     if dtype == torch.float32:
         assert_tensors_close(found, expected, rtol=1e-3, atol=1e-4)
     else:  # AdamW's first steps go by a gradient's sign, which sums in another order may turn where it is next to none
         apart = [(found[name] - expected[name]).abs() > 1e-4 for name in expected]
         assert torch.cat([each.flatten() for each in apart]).float().mean() < 1e-3
-    assert {tensor.device.type for _, tensor in plain.training_states()} == {"cuda"}
+    assert {tensor.device.type for _, tensor in plain.training_states()} == {GPU}

@@ -15,6 +15,7 @@ from infsample_rl.learner.reference import ReferencePolicy, keep_in_host_memory,
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import worker_groups
+from tests.gpu import GPU
 from tests.learner_ranks import Scenario, run_ranks
 from tests.tiny_models import assert_tensors_close
 
@@ -203,7 +204,7 @@ def test_an_offloaded_reference_brings_one_layer_at_a_time(tools, tied_policy, u
 
 @pytest.mark.gpu
 def test_an_offloaded_reference_keeps_its_weights_in_host_memory(tools, tied_policy, samples):
-    check_offload(tools, tied_policy, "cuda", samples)
+    check_offload(tools, tied_policy, GPU, samples)
 
 
 def test_a_run_with_the_reference_on_its_learner_has_no_reference_worker(tools, tied_policy):

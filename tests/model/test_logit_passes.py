@@ -8,6 +8,7 @@ import torch
 from infsample_rl.model import logit_passes
 from infsample_rl.model.logit_passes import LogitPasses, fused_gradient, fused_summary
 from infsample_rl.model.logprobs import token_logprobs
+from tests.gpu import GPU
 
 MASKS = [None, [0, 7, 38, 39]]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8}
@@ -71,8 +72,8 @@ def test_on_a_gpu_it_is_that_of_the_cpu_and_a_chunk_exists_once(dtype, head_fp32
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 64, generator=generator).mul(0.3).to(dtype) for size in (600, 20_000))
     labels, masked = torch.randint(1, 19_000, (600,), generator=generator), torch.arange(19_990, 20_000)
-    found = {}
-    for device in ("cpu", "cuda"):
+    found = []
+    for device in ("cpu", GPU):
         inputs = [tensor.to(device).requires_grad_() for tensor in (hidden, weight)]
         settings = {"temperature": 0.8, "chunk_tokens": 256, "valid_vocab": 20_000, "head_fp32": head_fp32}
         settings |= {"masked": masked.to(device), "entropy_gradient": True}
@@ -82,13 +83,14 @@ def test_on_a_gpu_it_is_that_of_the_cpu_and_a_chunk_exists_once(dtype, head_fp32
                 before = torch.cuda.memory_allocated()
             logprobs, entropies, *_ = token_logprobs(*inputs, labels.to(device), **settings)
             gradients = torch.autograd.grad((logprobs + 0.1 * entropies).sum(), inputs)
-            found[device] = [tensor.detach().float().cpu() for tensor in (logprobs, entropies, *gradients)]
+            results = [tensor.detach().float().cpu() for tensor in (logprobs, entropies, *gradients)]
             del logprobs, entropies, gradients
+        found.append(results)
         if device == "cuda":
             chunk_bytes = 256 * 20_000 * (4 if head_fp32 else hidden.element_size())
             of_weight = weight.numel() * weight.element_size()
             slices = 64 * 20_000 * 4 * 2 if head_fp32 else 0  # of the head in float32, and what is added to it
             most = 2.2 * chunk_bytes + of_weight + slices + 2**21
             assert torch.cuda.max_memory_allocated() - before < most
-    for one, other in zip(found["cpu"], found["cuda"], strict=True):
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-3 if dtype == torch.float32 else 3e-2)

@@ -12,6 +12,7 @@ from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
 from infsample_rl.model.packing import pack_row
 from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
 from infsample_rl.plan.memory_trace import MemoryTrace
+from tests.gpu import GPU
 from tests.tiny_models import TINY_SIZES
 
 
@@ -211,12 +212,12 @@ def test_a_packed_row_with_masked_ids_and_a_float32_head():
 def test_float32_logits_on_cuda_are_those_of_the_cpu():
     hidden, weight = random_head(32, vocab=5000, size=512)
     expected = head_logits(hidden, weight, fp32=True)
-    on_gpu = [tensor.cuda().requires_grad_() for tensor in (hidden, weight)]
+    on_gpu = [tensor.to(GPU).requires_grad_() for tensor in (hidden, weight)]
     logits = head_logits(*on_gpu, fp32=True)
     torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=1e-4)
     on_cpu = [hidden.requires_grad_(), weight.requires_grad_()]
     upstream = torch.randn(32, 5000, generator=torch.Generator().manual_seed(1))
-    gradients = torch.autograd.grad(logits, on_gpu, upstream.cuda())
+    gradients = torch.autograd.grad(logits, on_gpu, upstream.to(GPU))
     for own, other in zip(
         gradients, torch.autograd.grad(head_logits(*on_cpu, fp32=True), on_cpu, upstream), strict=True
     ):

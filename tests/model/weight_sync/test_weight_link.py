@@ -13,6 +13,7 @@ from link_members import Plan
 
 from infsample_rl.model.weight_sync.link import Mailbox, WeightLink, formed
 from infsample_rl.model.weight_sync.store import host_store, open_store
+from tests.gpu import GPU
 
 TRANSPORTS = ("broadcast", "cuda_ipc")  # on the CPU: gloo, and shared host memory
 
@@ -80,9 +81,8 @@ def test_engines_whose_learner_dies_say_so_at_once(start_members, transport):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_processes_on_one_gpu_hold_the_same_weights_through_cuda_ipc(start_members):
-    results = start_members(Plan("cuda_ipc", dtype="bfloat16", device="cuda"), count=2).finish(limit_s=120.0)
+    results = start_members(Plan("cuda_ipc", dtype="bfloat16", device=GPU), count=2).finish(limit_s=120.0)
     assert all(is_equal for member in (0, 1) for _, is_equal in results[member])
 
 
@@ -110,7 +110,7 @@ def test_a_member_that_fails_while_a_group_forms_is_heard():
 @pytest.mark.gpu
 def test_buckets_go_through_nccl():
     store, _ = host_store("127.0.0.1", 60.0)
-    device = torch.device("cuda")
+    device = torch.device(GPU)
     link = WeightLink(store, "broadcast", member=0, members=1, device=device, timeout_s=60.0, bucket_bytes=1000)
     for number, buffer in zip(range(4), link.free_buffers(), strict=False):
         buffer.fill_(number)

@@ -1,4 +1,5 @@
-"""Steps captured as CUDA graphs: the same tokens, no host sync, no allocation, memory flat in G."""
+"""Steps captured as CUDA graphs: the same tokens, no host sync, no allocation, memory flat in G. Without a GPU they run
+uncaptured on the CPU, so that what leads there is tried."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 
 from tests import engines
 from tests.engines import PROMPTS, assert_logprobs_close, bits_of, ends_of, greedy, tokens_of
+from tests.gpu import GPU, needs_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -14,14 +16,14 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def gpu_model(make_model):
     """float32, or bfloat16, of a family on the GPU."""
-    return lambda family="qwen3", dtype=torch.float32, **changes: make_model(family, **changes).to("cuda", dtype)
+    return lambda family="qwen3", dtype=torch.float32, **changes: make_model(family, **changes).to(GPU, dtype)
 
 
 def make_engine(model, tokenizer, *, captured=True, **settings):
     """`captured` False: the engine's step in plain torch, without graphs, Triton and torch.compile."""
     engine = engines.make_engine(model, tokenizer, **settings)
     engine.pool.allocate([16] * 3)  # large enough for all calls, so that it is not allocated again
-    assert engine.pool.graphs.is_used
+    assert engine.pool.graphs.is_used == (GPU == "cuda")
     engine.pool.graphs.is_used = captured
     return engine
 
@@ -58,6 +60,7 @@ def test_captured_steps_draw_what_plain_ones_draw(gpu_model, tokenizer, settings
     found = engine.generate(PROMPTS, seed=4)
     assert ends_of(found) == ends_of(wanted)
     assert_logprobs_close(found, wanted, 1e-4)
+    needs_gpu()
     (graphs,) = engine.pool.graphs._kept.values()
     assert engine.pool.graphs.compiles and all(graph is not None for graph in graphs._graphs.values())
 
@@ -83,7 +86,7 @@ def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
     for completion in group:
         response = completion.token_ids.tolist()
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([PROMPTS[0] + response], device="cuda"), use_cache=False).logits[
+            logits = model(input_ids=torch.tensor([PROMPTS[0] + response], device=GPU), use_cache=False).logits[
                 0, len(PROMPTS[0]) - 1 : -1
             ]
         wanted = torch.log_softmax(logits.float(), -1).cpu()[torch.arange(len(response)), torch.tensor(response)]
@@ -94,7 +97,8 @@ def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
 def of_all_rows(gpu_model, tokenizer):
     """A model of Qwen3-1.7B's shape with two layers in bfloat16, and the samples of one prompt, all 32 at once."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
-    model = gpu_model(dtype=torch.bfloat16, head_dim=128, max_position_embeddings=512, **sizes)
+    sizes = sizes | {"head_dim": 128} if GPU == "cuda" else {}
+    model = gpu_model(dtype=torch.bfloat16, max_position_embeddings=512, **sizes)
     settings = {"schedule": "full_group", "group_size": 32, "slots": 32, "max_new_tokens": 64}
     return model, make_engine(model, tokenizer, **settings).generate(PROMPTS[:1], seed=1)
 
@@ -114,16 +118,19 @@ def test_bfloat16_samples_are_bit_by_bit_those_of_all_rows_at_once(of_all_rows, 
     model, wanted = of_all_rows
     options = {"group_size": 32, "slots": 4, "max_new_tokens": 64} | settings
     found = make_engine(model, tokenizer, **options).generate(PROMPTS, seed=1)[:1]
+    needs_gpu()  # on the CPU float32 alone is exact
     assert ends_of(found) == ends_of(wanted) and bits_of(found) == bits_of(wanted)
 
 
 @pytest.mark.parametrize("settings", [{}, {"preemption": "recompute"}, {"prompts_at_once": 2}], ids=str)
 def test_an_exact_engine_gives_more_rows_than_the_kernels_take_the_same_bits(of_all_rows, tokenizer, settings):
-    model, options = of_all_rows[0], {"group_size": 96, "slots": 4, "max_new_tokens": 40, "exact": True}
+    most = 40 if GPU == "cuda" else 4
+    model, options = of_all_rows[0], {"group_size": 96, "slots": 4, "max_new_tokens": most, "exact": True}
     everything = options | {"schedule": "full_group", "slots": 96}
     wanted = make_engine(model, tokenizer, **everything).generate(PROMPTS[:1], seed=2)
     engine = make_engine(model, tokenizer, **(options | settings))
     found = engine.generate(PROMPTS, seed=2)[:1]
+    needs_gpu()
     assert engine.is_exact and ends_of(found) == ends_of(wanted) and bits_of(found) == bits_of(wanted)
 
 
@@ -164,6 +171,7 @@ def test_fifty_steps_allocate_nothing(make_running, settings):
     before = torch.cuda.memory_stats()
     for _ in range(50):
         loop.step()
+    needs_gpu()
     after = torch.cuda.memory_stats()
     assert after["allocation.all.allocated"] == before["allocation.all.allocated"]
     assert after["reserved_bytes.all.current"] == before["reserved_bytes.all.current"]

@@ -10,6 +10,7 @@ from infsample_rl.model.architecture import KVShape
 from infsample_rl.rollout.engine.kv_cache import QuantisedKV
 from tests import engines
 from tests.engines import PROMPTS, full_logprobs, tokens_of
+from tests.gpu import GPU
 
 CPU = torch.device("cpu")
 TOP = 127
@@ -184,8 +185,8 @@ def test_the_same_bytes_hold_more_than_three_times_the_tokens_of_float32(model, 
 def test_a_write_in_a_cuda_graph_equals_one_on_the_cpu():
     keys, values = random_tokens(3 * 20)
     pages = torch.tensor([[0, 4, 2], [3, 1, 5]])
-    here, there = (make_kv(size=8, heads=2, dims=8, device=torch.device(name)) for name in ("cpu", "cuda"))
-    new, index = torch.zeros(2, 2, 2, 8, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
+    here, there = (make_kv(size=8, heads=2, dims=8, device=torch.device(name)) for name in ("cpu", GPU))
+    new, index = torch.zeros(2, 2, 2, 8, device=GPU), torch.zeros(2, dtype=torch.int64, device=GPU)
     there.write(0, index, new[0], new[1])  # a first call outside the graph, as capturing wants
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infsample_rl.rollout.engine.sampler import Sampler, _mix, nucleus_cutoff, sample_key
+from tests.gpu import GPU
 
 CPU = torch.device("cpu")
 
@@ -179,8 +180,8 @@ def test_a_cuda_graph_of_draw_gives_the_tokens_of_the_cpu(settings):
     keys, positions = [sample_key(0, 0, 0, 0, index) for index in range(32)], list(range(32))
     options = {"valid_vocab": 151643, "bad_token_ids": [5, 77], **settings}
     expected = draw(make_sampler(151936, **options), logits.clone(), keys, positions)
-    sampler = make_sampler(151936, device=torch.device("cuda"), **options)
-    inputs = [torch.zeros(32, 151936, device="cuda"), *torch.tensor([[0] * 32, [0] * 32], device="cuda")]
+    sampler = make_sampler(151936, device=torch.device(GPU), **options)
+    inputs = [torch.zeros(32, 151936, device=GPU), *torch.tensor([[0] * 32, [0] * 32], device=GPU)]
     with torch.cuda.stream(torch.cuda.Stream()):
         sampler.draw(*inputs)
     torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from infsample_rl.rollout.engine.decoder import FusedDecoder  # noqa: E402
 from infsample_rl.rollout.engine.model_runner import ModelRunner  # noqa: E402
 from infsample_rl.rollout.engine.row_batch import RowBatch  # noqa: E402
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup  # noqa: E402
+from tests.gpu import GPU  # noqa: E402
 
 SIZES = {
     "hidden_size": 128,
@@ -352,7 +353,7 @@ def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_b
 ):
     config, state = build(make_variant, variant, dtype, **GPU_SIZES)
     own_tokens = [1 + 9 * (row == 1) for row in range(num_rows)]
-    *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)
+    *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device=GPU, repeats=2)
     assert_as_exact_as_torch(steps)
     assert all((one == other).all() for one, other in zip(steps[2], again, strict=True))
 
@@ -412,14 +413,14 @@ def test_products_give_a_row_the_same_sums_in_any_company(interpreted, make_vari
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_on_cuda_give_a_row_the_same_sums_in_any_company(make_variant, dtype):
     config, state = build(make_variant, "qwen3", dtype, **QWEN3_1_7B)
-    assert_rows_are_those_of_the_largest(sums_of_rows(config, state, dtype, (1, 2, 8, 16, 17, 32, 33, 64), "cuda"))
+    assert_rows_are_those_of_the_largest(sums_of_rows(config, state, dtype, (1, 2, 8, 16, 17, 32, 33, 64), GPU))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_on_cuda_has_the_same_bits_in_any_company(make_variant, dtype):
     config, state = build(make_variant, "qwen3", dtype, **GPU_SIZES)
-    alone, *others = steps_of_rows(config, state, dtype, (1, 2, 16, 17, 33, 63), device="cuda")
+    alone, *others = steps_of_rows(config, state, dtype, (1, 2, 16, 17, 33, 63), device=GPU)
     assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
 
 
@@ -427,4 +428,4 @@ def test_a_row_on_cuda_has_the_same_bits_in_any_company(make_variant, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_drafted_tokens_on_cuda_have_the_bits_of_steps_of_their_own(make_variant, dtype):
     config, state = build(make_variant, "qwen3", dtype, **GPU_SIZES)
-    assert_drafts_are_exact(steps_of_drafts(config, state, dtype, device="cuda"))
+    assert_drafts_are_exact(steps_of_drafts(config, state, dtype, device=GPU))

@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 from infsample_rl.rollout.kernels.attention_triton import _parts_kernel  # noqa: E402
 from infsample_rl.rollout.kernels.paged_attention import Workspace, _sizes, paged_attention  # noqa: E402
+from tests.gpu import GPU  # noqa: E402
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 # of a head's output, relative to its norm; an element of bfloat16 is rounded by up to 2^-9 = 0.002, on CUDA its weight
@@ -244,7 +245,7 @@ def test_kernels_at_real_sizes_on_cuda(shape, dtype, prompts, num_rows):
     rows[used[-1]] = max(1, num_rows - num_rows // 16 - sum(rows))  # some rows stay idle
     own = torch.randint(1, 1025, (num_rows,)).tolist()
     options = {"heads": (num_kv_heads, group), "head_dim": head_dim, "dtype": dtype}
-    case = make_case(prompts, rows, own, **options, device="cuda")
+    case = make_case(prompts, rows, own, **options, device=GPU)
     assert_right(paged_attention(**case), case)
 
 
@@ -253,14 +254,14 @@ def test_kernels_at_real_sizes_on_cuda(shape, dtype, prompts, num_rows):
 def test_quantised_pages_on_cuda(dtype):
     own = [1 + 40 * row for row in range(16)]
     case = make_case(
-        (512, 300), (9, 7), own, heads=(8, 4), head_dim=128, dtype=dtype, page_dtype=torch.int8, device="cuda"
+        (512, 300), (9, 7), own, heads=(8, 4), head_dim=128, dtype=dtype, page_dtype=torch.int8, device=GPU
     )
     assert_right(paged_attention(**case), case)
 
 
 @pytest.mark.gpu
 def test_one_cuda_graph_serves_any_lengths_tables_and_owners_without_a_sync():
-    layout = {"heads": (8, 2), "head_dim": 128, "dtype": BFLOAT16, "device": "cuda"}
+    layout = {"heads": (8, 2), "head_dim": 128, "dtype": BFLOAT16, "device": GPU}
     most = make_case((1024, 1024), (8, 8), [1024] * 16, **layout)
     paged_attention(**most)  # compiles
     torch.cuda.synchronize()
