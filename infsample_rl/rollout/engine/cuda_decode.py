@@ -194,4 +194,5 @@ def draw_rows(
     """Draw the next token of R rows from their `logits` [R, V], or from their prompt's [P, V] where the position of the
     newest is -1."""
     of_prompt = prompt_logits.index_select(0, prompt_of_row)
-    return sampler.draw(torch.where(positions[:, None] < 0, of_prompt, logits), keys, positions + 1)
+    logits = torch.where(positions[:, None] < 0, of_prompt, logits)
+    return sampler.draw(logits, keys, positions + 1, in_triton=logits.is_cuda)

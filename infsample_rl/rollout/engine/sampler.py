@@ -86,9 +86,9 @@ class Sampler:
         self._masked = masked_index(bad_token_ids, valid_vocab, device)
 
     @torch.no_grad()  # torch.compile cannot write in place in inference mode
-    def draw(self, logits: Tensor, keys: Tensor, positions: Tensor) -> DrawnTensors:
+    def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, *, in_triton: bool = False) -> DrawnTensors:
         """One token per row from logits [R, V] (overwritten), keys of `sample_key` and positions in the response (both
-        [R] int64).
+        [R] int64). `in_triton`: the cut of top_p by its kernel there.
 
         On CUDA without a host sync and with the same kernels whatever the values, so a CUDA graph can hold it. Beside
         the logits one float32 [R, V] exists (one more for logits in 16 bits at a temperature other than 1, one for a
@@ -111,7 +111,7 @@ class Sampler:
         if not self.truncates:
             return DrawnTensors(*self._draw_two_level(probs, keys_of_tokens), None)
         scratch = logits if logits.dtype == torch.float32 else None
-        probs.masked_fill_(probs < self._cutoff(probs, scratch), 0.0)
+        probs.masked_fill_(probs < self._cutoff(probs, scratch, in_triton=in_triton), 0.0)
         tokens, mass = self._draw_two_level(probs, keys_of_tokens)
         return DrawnTensors(tokens, mass, mass.double() / probs.sum(dim=-1))
 
@@ -146,12 +146,16 @@ class Sampler:
         index = (inside.double().log_() + noise[:, self.num_blocks :]).argmax(dim=-1)
         return block * self.block_size + index, inside.gather(1, index[:, None])[:, 0]
 
-    def _cutoff(self, probs: Tensor, scratch: Tensor | None = None) -> Tensor:
+    def _cutoff(self, probs: Tensor, scratch: Tensor | None = None, *, in_triton: bool = False) -> Tensor:
         """Smallest probability that top_k, top_p and min_p keep: [R, 1]. `scratch`: as in `nucleus_cutoff`."""
         cutoff = self.min_p * probs.amax(dim=-1, keepdim=True)
         top_k = min(self.top_k, self.valid_vocab) or self.valid_vocab
         if top_k == self.valid_vocab and self.top_p == 1:
             return cutoff
+        if top_k == self.valid_vocab and in_triton:
+            from infsample_rl.rollout.kernels import nucleus_triton  # Triton may be absent
+
+            return torch.maximum(cutoff, nucleus_triton.nucleus_cutoff(probs, self.top_p))
         if top_k == self.valid_vocab and probs.is_cuda:
             return torch.maximum(cutoff, nucleus_cutoff(probs, self.top_p, scratch))
         candidates = min(max(_TOP_CANDIDATES, top_k if self.top_k else 0), self.valid_vocab)
@@ -178,7 +182,7 @@ def nucleus_cutoff(probs: Tensor, top_p: float, scratch: Tensor | None = None) -
     t is the smallest probability of the nucleus, found exactly and without a sort: float32 numbers >= 0 are ordered
     like the integers of the same bits, so the answer's bits are set from the highest down, each kept if the sum still
     reaches top_p (rounded sums in a fixed order never rise with t). 30 sums over the row: bit 30 is set from 2.0 on, no
-    probability has it. `scratch` [R, V] float32 is overwritten.
+    probability has it; nucleus_triton.py reads the row half as often. `scratch` [R, V] float32 is overwritten.
     """
     scratch = torch.empty_like(probs) if scratch is None else scratch
     bits = torch.zeros(probs.shape[0], 1, dtype=torch.int32, device=probs.device)

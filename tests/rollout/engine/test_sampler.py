@@ -183,11 +183,11 @@ def test_a_cuda_graph_of_draw_gives_the_tokens_of_the_cpu(settings):
     sampler = make_sampler(151936, device=torch.device(GPU), **options)
     inputs = [torch.zeros(32, 151936, device=GPU), *torch.tensor([[0] * 32, [0] * 32], device=GPU)]
     with torch.cuda.stream(torch.cuda.Stream()):
-        sampler.draw(*inputs)
+        sampler.draw(*inputs, in_triton=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # a host sync inside would be refused
-        drawn = sampler.draw(*inputs)
+        drawn = sampler.draw(*inputs, in_triton=True)
     for target, source in zip(inputs, (logits, torch.tensor(keys), torch.tensor(positions)), strict=True):
         target.copy_(source)
     graph.replay()
