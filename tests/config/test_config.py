@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import signal
@@ -26,7 +27,6 @@ from infsample_rl.data.sources import HUB_NAMES, SHIPPED
 from infsample_rl.main import main
 from infsample_rl.model.architecture import context_of
 from infsample_rl.model.tokenizer import load_tokenizer
-from tests.config.setting_reads import unread_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE = [f"{data}_qwen3_{size}" for data in ("gsm8k", "kk", "math") for size in ("1.7b", "8b")]
@@ -831,55 +831,19 @@ def test_a_folder_that_is_called_like_a_data_set_is_not_taken_for_it(tmp_path, m
 
 
 def test_every_setting_is_read_somewhere():
+    """By the name of its section, as in `config.rollout.slots`, but for a few."""
     package = ROOT / "infsample_rl"
-    own = [path.read_text() for path in (package / "config").glob("*.py")]
-    others = [path.read_text() for path in package.rglob("*.py") if path.parent != package / "config"]
-    assert unread_settings(own, others) == []
-
-
-SMALL = """
-class RunConfig:
-    dir: str = setting("")
-    seed: int = setting(0)
-    name: str = setting("")
-    epochs: int = setting(1)
-    steps: int = setting(1)
-    def __post_init__(self):
-        check(self.epochs)
-    @property
-    def length(self):
-        return self.steps
-class DataConfig:
-    path: str = setting("")
-class Config:
-    run: RunConfig = field()
-    data: DataConfig = field()
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "unread"),
-    [
-        # the same names of other things are no reads, nor is a check of bounds
-        (
-            "def f(config, folder: Path): return folder.dir, config.path, seed.run.name, config.run.epochs",
-            "dir seed name epochs steps",
-        ),
-        ("def f(config: Config): run = config.run; return run.dir, config.run.seed", "name epochs steps"),
-        ("def f(run: RunConfig | None):\n def g(): return run.dir\n return g", "seed name epochs steps"),
-        ("def f(config: Config):\n run, x = config.run, 1\n return run.length, run.name", "dir seed epochs"),
-        (
-            "class A:\n def __init__(self, config: Config): self._config = config\n"
-            "class B(A):\n def f(self): return self._config.run.dir, getattr(self._config.run, 'seed')",
-            "name epochs steps",
-        ),
-        ("def load() -> Config: ...\nseed, name = load().run.seed, (lambda run: run.name)(1)", "dir name epochs steps"),
-        ("def f(run: RunConfig, roles): run.dir = 1; return [getattr(run, f'{r}s') for r in roles]", "dir seed name"),
-    ],
-)
-def test_a_setting_that_nobody_reads_is_found(source, unread):
-    found = unread_settings([SMALL], [source])
-    assert found == [*(f"run.{name}" for name in unread.split()), "data.path"]
+    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if path.parent != package / "config"]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {(ast.unparse(node.value).rpartition(".")[2].strip("_"), node.attr) for node in nodes}
+    settings = {(section, spec.name) for section, kind in SECTIONS.items() for spec in dataclasses.fields(kind)}
+    by_properties = {("run", "deterministic"), ("data", "eval_source"), ("learner", "lora_publish")}
+    alone = {
+        "rollout": "prefix_tokens epsilon kv_budget_tokens preemption",
+        "environment": "tools max_turns straggler_s",
+    }
+    by_another_name = {(section, name) for section, names in alone.items() for name in names.split()}
+    assert settings - read == by_properties | by_another_name
 
 
 def test_config_error_is_a_value_error_and_sections_are_the_schema():
