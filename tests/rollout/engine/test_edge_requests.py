@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.simulator import simulate
 from tests.engines import make_engine, tokens_of
 
 BARRED = ("fixed_slot", "naive", "fptas")  # every slot has its own samples
@@ -34,16 +33,6 @@ def test_slots_beyond_the_pool_are_left_out(make_model, make_tokenizer, schedule
         model, make_tokenizer(), max_new_tokens=settings["max_new_tokens"], schedule="token_budget", **common
     )
     assert tokens_of(engine.generate([[1] * 8], 0)) == tokens_of(roomy.generate([[1] * 8], 0))
-
-
-def test_engine_and_simulator_leave_out_the_same_slots(make_model, make_tokenizer):
-    settings = {"group_size": 6, "schedule": "fixed_slot", "max_new_tokens": 16, "kv_budget_tokens": 48}
-    engine = engine_of(make_model(), make_tokenizer(), speculate="0", **settings)  # auto drafts as the clock says
-    engine.generate([[1] * 8], 0)
-    found = simulate(
-        [16] * 6, "fixed_slot", slots=4, kv_budget_tokens=48, page_size=16, prompt_tokens=8, max_new_tokens=16
-    )
-    assert engine.stats.running_steps == found.running_steps
 
 
 def test_part_of_an_evaluation_under_dynamic_slot(make_model, make_tokenizer):

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infsample_rl.config.fields import kv_pages
-from infsample_rl.config.rollout import SCHEDULES, RolloutConfig
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.simulator import Stay, _Run, simulate, simulate_prompts, slot_bound, token_bound
 from infsample_rl.rollout.simulator_drafts import Text
 
@@ -185,40 +183,6 @@ def test_each_prompt_of_a_dynamic_slot_call_keeps_its_own_size():
     assert list(zip(result.completed_prompts, result.completed, strict=True)) == [(0, 0), (0, 1), (1, 0)]
     with pytest.raises(ValueError, match="group_size must be .* one number or one for each of the 2 prompts"):
         simulate_prompts([[3], [2]], "dynamic_slot", group_size=[1])
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("schedule", [*(name for name in SCHEDULES if name != "dynamic_slot"), "parked"])
-@pytest.mark.filterwarnings("ignore")
-def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(
-    make_model, tokenizer, disk_folder, schedule, page_size
-):
-    parks, by_budget = schedule == "parked", schedule in ("parked", "token_budget")
-    schedule = "token_budget" if parks else schedule
-    placed = {"preemption": str(disk_folder) if parks else "recompute"} if by_budget else {}
-    config = RolloutConfig(
-        group_size=12,
-        slots=2,
-        max_new_tokens=24,
-        schedule=schedule,
-        page_size=page_size,
-        prompts_at_once=2,
-        speculate="0",
-        **placed,
-    )
-    engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
-    prompts = [[5, 9, 7, 30, 2], [8, 1, 4]]
-    lengths = [[len(completion.token_ids) for completion in group] for group in engine.generate(prompts, seed=4)]
-    sizes = {"slots": 2, "page_size": page_size, "prompt_tokens": [5, 3], "max_new_tokens": 24, "prompts_at_once": 2}
-    predicted = None if by_budget else [[1.0] * 12] * 2
-    result = simulate_prompts(lengths, schedule, predicted=predicted, parks=parks, **sizes)
-    found, stats = (
-        (result.running_steps, result.preemptions, result.recomputed_tokens, result.parked_tokens),
-        engine.stats,
-    )
-    assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens, stats.parked_tokens) == found
-    assert stats.peak_kv_bytes == result.peak_kv_tokens * 2 * 2 * 2 * 16 * 4
-    assert (result.preemptions > 5) == by_budget and (result.parked_tokens > 0) == parks
 
 
 def test_vllms_rule_lets_in_whom_it_can_and_takes_back_the_last():
