@@ -10,20 +10,11 @@ import torch
 
 import infsample_rl
 from infsample_rl.cluster.colocated import ColocatedWorker, TurnLock
-from infsample_rl.config import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    LearnerConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-)
+from infsample_rl.config import LearnerConfig, ModelConfig, RolloutConfig
 from infsample_rl.plan.learner_memory import learner_lines
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.types import LossTotals, RolloutWork, TrainingSample
+from tests.configs import run_config
 
 POLICY = str(Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy")
 PAGE_BYTES = 4 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, kv heads, head size, bytes
@@ -31,14 +22,13 @@ PROMPTS = [np.array(ids, np.int32) for ids in ([5, 9, 7, 12], [8, 3], [14, 11, 1
 
 
 def config(**changes):
-    made = Config(
-        model=ModelConfig(path=POLICY),
-        data=DataConfig(source="unused.jsonl", max_prompt_tokens=16, prompts_per_step=3),
-        rollout=RolloutConfig(group_size=4, slots=2, max_new_tokens=24, micro_group_size=1, predictor="none"),
-        objective=ObjectiveConfig(kl_coef=0.0),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-        learner=LearnerConfig(lr=1e-2, max_tokens_per_micro_batch=1024),
-        cluster=ClusterConfig(colocate=True),
+    made = run_config(
+        model={"path": POLICY},
+        data={"max_prompt_tokens": 16, "prompts_per_step": 3},
+        rollout={"group_size": 4, "slots": 2, "max_new_tokens": 24, "micro_group_size": 1, "predictor": "none"},
+        objective={"kl_coef": 0.0},
+        learner={"lr": 1e-2, "max_tokens_per_micro_batch": 1024},
+        cluster={"colocate": True},
     )
     return replace(made, **changes)
 

@@ -7,34 +7,23 @@ from dataclasses import replace
 import pytest
 
 from infsample_rl.cluster.dealing import deal
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.controller.groups import StepGroups, loss_totals, mini_batches, trainable_specs
 from infsample_rl.controller.step_metrics import sample_metrics
 from infsample_rl.types import Episode, LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
 from tests import fakes
+from tests.configs import run_config
 from tests.fakes import rewarded
 from tests.tiny_models import prompt_of
 
 
 def config(deterministic: bool = False, **objective) -> Config:
-    return Config(
-        run=RunConfig(deterministic=deterministic),
-        model=ModelConfig(path="x"),
-        data=DataConfig(source="x", prompts_per_step=2),
-        rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8),
-        objective=ObjectiveConfig(**{"kl_coef": 0.0, **objective}),
-        reference=ReferenceConfig(path="teacher"),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+    return run_config(
+        run={"deterministic": deterministic},
+        data={"prompts_per_step": 2},
+        rollout={"group_size": 2, "slots": 2, "max_new_tokens": 8},
+        objective={"kl_coef": 0.0, **objective},
+        reference={"path": "teacher"},
     )
 
 

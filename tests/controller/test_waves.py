@@ -7,20 +7,10 @@ from typing import NamedTuple
 
 import pytest
 
-from infsample_rl.config import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    LearnerConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-)
 from infsample_rl.controller.groups import Group, SampleRecord
 from infsample_rl.controller.waves import Waves
 from infsample_rl.types import LossTotals, RowWork
+from tests.configs import run_config
 from tests.tiny_models import prompt_of
 
 # 4 prompts of 2 samples, as if all were of full length
@@ -62,14 +52,12 @@ def make(
     **objective,
 ) -> tuple[Waves, Cluster]:
     cluster = Cluster(ranks)
-    config = Config(
-        model=ModelConfig(path="x"),
-        data=DataConfig(source="x", prompts_per_step=4, max_prompt_tokens=2),
-        rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8, engine="vllm" if turns else "native"),
-        objective=ObjectiveConfig(**{"kl_coef": 0.0, **objective}),
-        learner=LearnerConfig(overlap=overlap, grad_sync=grad_sync, max_tokens_per_micro_batch=row, backend=backend),
-        cluster=ClusterConfig(learner_ranks=ranks, rollout_workers=ranks, colocate=turns),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+    config = run_config(
+        data={"prompts_per_step": 4, "max_prompt_tokens": 2},
+        rollout={"group_size": 2, "slots": 2, "max_new_tokens": 8, "engine": "vllm" if turns else "native"},
+        objective={"kl_coef": 0.0, **objective},
+        learner={"max_tokens_per_micro_batch": row, "overlap": overlap, "grad_sync": grad_sync, "backend": backend},
+        cluster={"learner_ranks": ranks, "rollout_workers": ranks, "colocate": turns},
     )
     return Waves(config, cluster), cluster
 

@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from infsample_rl.config import Config
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts, held_out_problems
+from tests.configs import run_config
 
 
 @pytest.fixture
@@ -38,12 +31,11 @@ def config(
     source: str, *, seed: int = 0, eval_prompts: int = 100, max_new_tokens: int = 8, reward: str = "gsm8k", **data: Any
 ) -> Config:
     """Settings of a run over a file."""
-    return Config(
-        run=RunConfig(seed=seed, eval_prompts=eval_prompts),
-        model=ModelConfig(path="model"),
-        data=DataConfig(source=source, **{"prompts_per_step": 3, **data}),
-        rollout=RolloutConfig(max_new_tokens=max_new_tokens),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name=reward)]),
+    return run_config(
+        run={"seed": seed, "eval_prompts": eval_prompts},
+        data={"source": source, "prompts_per_step": 3, **data},
+        rollout={"max_new_tokens": max_new_tokens},
+        reward={"functions": [reward]},
     )
 
 

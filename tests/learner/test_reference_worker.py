@@ -7,17 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-)
 from infsample_rl.learner.reference import ReferenceWorker
+from tests.configs import run_config
 from tests.tiny_models import TINY_SIZES, finished, prompt_of, save_words
 
 
@@ -31,13 +22,12 @@ def save_policy(folder, seed, vocab_size=64):
 
 def make_config(path, max_tokens, reference_path=None, top_k=0):
     distills = {"kl_coef": 0.0, "distill_coef": 1.0, "distill_top_k": top_k} if top_k else {}
-    return Config(
-        objective=ObjectiveConfig(**distills),
-        model=ModelConfig(path=path),
-        data=DataConfig(source="unused.jsonl", max_prompt_tokens=8),
-        rollout=RolloutConfig(max_new_tokens=8, temperature=0.8),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-        reference=ReferenceConfig(path=reference_path, max_tokens_per_micro_batch=max_tokens),
+    return run_config(
+        objective=distills,
+        model={"path": path},
+        data={"max_prompt_tokens": 8},
+        rollout={"max_new_tokens": 8, "temperature": 0.8},
+        reference={"path": reference_path, "max_tokens_per_micro_batch": max_tokens},
     )
 
 

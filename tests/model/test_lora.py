@@ -22,15 +22,7 @@ from transformers import (
 )
 
 from infsample_rl.commands import merge
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    LearnerConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-)
+from infsample_rl.config import LearnerConfig
 from infsample_rl.model.lora import (
     ReceivedAdapters,
     adapter_parameters,
@@ -42,6 +34,7 @@ from infsample_rl.model.lora import (
     save_adapter_folder,
     target_names,
 )
+from tests.configs import run_config
 from tests.tiny_models import TINY_SIZES, assert_tensors_close, save_words
 
 LEARNER = LearnerConfig(lora_rank=4, lora_alpha=8.0)
@@ -206,13 +199,7 @@ def test_peft_and_transformers_load_the_saved_folder(saved):
 
 
 def settings_for(base, **learner):
-    return Config(
-        model=ModelConfig(path=str(base)),
-        data=DataConfig(source="unused.jsonl"),
-        rollout=RolloutConfig(),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-        learner=replace(LEARNER, **learner),
-    )
+    return run_config(model={"path": str(base)}, learner=replace(LEARNER, **learner))
 
 
 def test_a_checkpoint_of_other_adapters_is_refused_before_any_model_is_loaded(saved):

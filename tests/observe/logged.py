@@ -5,28 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from infsample_rl.config import Config
 from infsample_rl.observe.metric_names import METRICS
+from tests.configs import run_config
 
 
 def logged_config(name: str = "tiny", **logging: object) -> Config:
     """Two prompts of four samples a step, logged to files only, apart from `logging`."""
-    return Config(
-        run=RunConfig(name=name),
-        model=ModelConfig(path="model"),
-        data=DataConfig(source="rows.jsonl", prompts_per_step=2),
-        rollout=RolloutConfig(group_size=4, max_new_tokens=256),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="kk")]),
-        logging=LoggingConfig(**{"wandb": "disabled", **logging}),
+    return run_config(
+        run={"name": name},
+        data={"source": "rows.jsonl", "prompts_per_step": 2},
+        rollout={"group_size": 4, "max_new_tokens": 256},
+        reward={"functions": ["kk"]},
+        logging={"wandb": "disabled", **logging},
     )
 
 

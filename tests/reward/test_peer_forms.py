@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
+from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.config.reward import RULES
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.tokenizer import load_tokenizer
@@ -17,6 +17,7 @@ from infsample_rl.reward import rule_data_source, rule_think_format, user_functi
 from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Episode
+from tests.configs import run_config
 from tests.scored_texts import score_texts
 from tests.tiny_models import finished
 
@@ -147,17 +148,12 @@ def open_worker(tiny_qwen3, tmp_path, closing):
     def build(*functions, answer_field=None):
         entries = [{"name": function} if isinstance(function, str) else function for function in functions]
         listed = [
-            RewardFunctionConfig(**entry | {"name": name if name in RULES or ":" in name else f"{path}:{name}"})
+            entry | {"name": name if name in RULES or ":" in name else f"{path}:{name}"}
             for entry in entries
             for name in [entry["name"]]
         ]
-        config = Config(
-            model=ModelConfig(path=str(tiny_qwen3)),
-            data=DataConfig(source="unused.jsonl", answer_field=answer_field),
-            reward=RewardConfig(functions=listed),
-            run=RunConfig(steps=8),
-        )
-        return closing(RewardWorker(config))
+        settings = {"data": {"answer_field": answer_field}, "reward": {"functions": listed}, "run": {"steps": 8}}
+        return closing(RewardWorker(run_config(model={"path": str(tiny_qwen3)}, **settings)))
 
     return build
 
@@ -172,9 +168,8 @@ def prompt_of(tiny_qwen3, tmp_path):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
         else:
             path.write_text(json.dumps(row) + "\n")
-        model, reward = ModelConfig(path=str(tiny_qwen3)), RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")])
-        config = Config(model=model, data=DataConfig(source=str(path), **settings), reward=reward)
-        return build_train_prompts(config, load_tokenizer(model), None).next_batch(1)[0]
+        config = run_config(model={"path": str(tiny_qwen3)}, data={"source": str(path), **settings})
+        return build_train_prompts(config, load_tokenizer(config.model), None).next_batch(1)[0]
 
     return read
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.reward import JudgeConfig
 from infsample_rl.data.sources import load_problems
 from infsample_rl.reward.checks import check_columns, check_environment_columns, check_reward_functions
 from infsample_rl.reward.functions import component_names
+from tests.configs import run_config
 
 
 def check(name, **kwargs):
@@ -106,9 +107,8 @@ def test_component_names_are_short_and_different(names, short):
 
 def rows_of(tmp_path, rows, *names):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": "a"} | row) + "\n" for row in rows))
-    data, model = DataConfig(source=str(tmp_path / "rows.jsonl")), ModelConfig(path="model")
-    config = Config(data=data, model=model, reward=RewardConfig(functions=list(map(str, names))))
-    return config, {"": load_problems(data, evaluation=False)}
+    config = run_config(data={"source": str(tmp_path / "rows.jsonl")}, reward={"functions": list(map(str, names))})
+    return config, {"": load_problems(config.data, evaluation=False)}
 
 
 def check_rows(tmp_path, rows, *names):

@@ -7,19 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-)
-from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.reward.worker import RewardWorker, Scored, weighted_sums
 from infsample_rl.types import Completion, Episode, Prompt
+from tests.configs import run_config
 from tests.scored_texts import score_texts
 from tests.tiny_models import finished
 
@@ -43,17 +33,15 @@ def open_worker(tiny_qwen3, user_file, closing):
 
     def build(*functions, stop_strings=(), factory=None, teacher=None, **settings) -> RewardWorker:
         entries = [function if isinstance(function, dict) else {"name": function} for function in functions]
-        listed = [RewardFunctionConfig(**entry) for entry in entries]
-        for function in listed:
-            function.name = f"{user_file}{function.name}" if function.name.startswith(":") else function.name
-        config = Config(
-            model=ModelConfig(path=str(tiny_qwen3)),
-            data=DataConfig(source="kk"),
-            rollout=RolloutConfig(stop_strings=list(stop_strings)),
-            environment=EnvironmentConfig(factory=factory),
-            objective=ObjectiveConfig(reward_coef=0.0, distill_coef=1.0) if teacher else ObjectiveConfig(),
-            reference=ReferenceConfig(path=teacher),
-            reward=RewardConfig(functions=listed, **settings),
+        listed = [entry | {"name": re.sub("^:", f"{user_file}:", entry["name"])} for entry in entries]
+        config = run_config(
+            model={"path": str(tiny_qwen3)},
+            data={"source": "kk"},
+            rollout={"stop_strings": list(stop_strings)},
+            environment={"factory": factory},
+            objective={"reward_coef": 0.0, "distill_coef": 1.0} if teacher else {},
+            reference={"path": teacher},
+            reward={"functions": listed, **settings},
         )
         return closing(RewardWorker(config))
 

@@ -8,15 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from tests.configs import run_config
 
 SIZES = {
     "vocab_size": 64,
@@ -77,12 +69,10 @@ def worker_config(make_model, make_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     make_model().save_pretrained(folder)
     make_tokenizer(64, eos_token="w3").save_pretrained(folder)
-    return Config(
-        run=RunConfig(seed=4, eval_temperature=0),
-        model=ModelConfig(path=str(folder)),
-        data=DataConfig(source="problems.jsonl"),
-        rollout=RolloutConfig(group_size=4, slots=2, max_new_tokens=16),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+    return run_config(
+        run={"seed": 4, "eval_temperature": 0},
+        model={"path": str(folder)},
+        rollout={"group_size": 4, "slots": 2, "max_new_tokens": 16},
     )
 
 
