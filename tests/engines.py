@@ -64,10 +64,3 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
     plain = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0, len(prompt) :].tolist()
-
-
-def full_logprobs(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of a response by one plain causal forward pass."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float() / temperature, -1)[torch.arange(len(response)), torch.tensor(response)]

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from infsample_rl.types import Completion, Prompt, ReferenceTokens, TrainingSample
 
@@ -30,6 +36,24 @@ def save_words(folder: Path, count: int = 60) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def save_tiny_bert(folder: Path, vocab_size: int, **changes: Any) -> None:
+    """A random BERT of one label, without a tokenizer."""
+    torch.manual_seed(0)
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 32} | heads
+    BertForSequenceClassification(BertConfig(**sizes | changes)).save_pretrained(folder)
+
+
+def save_judge(folder: Path, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> None:
+    """A random Qwen3 classifier of one label, whose scores tell texts apart."""
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(2)
+    sizes = TINY_SIZES | {"vocab_size": len(tokenizer), "head_dim": 16, "num_labels": 1}
+    model = Qwen3ForSequenceClassification(Qwen3Config(**sizes | {"pad_token_id": tokenizer.pad_token_id} | changes))
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
 
 
 def prompt_of(prompt_index: int = 0, ids: Sequence[int] = (7,), **more: Any) -> Prompt:
@@ -73,6 +97,20 @@ def training_sample(
         engine_logprobs=-token_ids.astype(np.float32),
         reference=reference_tokens(-2 * token_ids.astype(np.float32)) if reference else None,
     )
+
+
+def plain_logprobs(
+    lm: Any,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    temperature: float = 1.0,
+    valid_vocab: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of one sample, alone in its row, by transformers' own attention."""
+    ids = torch.tensor([[*map(int, prompt_ids), *map(int, response_ids)]])
+    logits = lm(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1, :valid_vocab]
+    table = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return table.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def assert_tensors_close(

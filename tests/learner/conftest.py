@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from infsample_rl.config import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    LearnerConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.types import LossTotals, TrainingSample
+from tests import tiny_models
+from tests.configs import run_config
 from tests.learner_ranks import Scenario, run_scenario
 from tests.tiny_models import TINY_SIZES, finished, prompt_of, reference_tokens, save_words
 
@@ -61,12 +53,7 @@ def save_tiny_policy(folder: Path, *, tied: bool) -> str:
     return str(folder)
 
 
-def plain_logprobs(lm, prompt_ids, response_ids, temperature=TEMPERATURE):
-    """Log-probabilities and entropies of one sample, alone in its row, by transformers' own SDPA attention."""
-    ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int64))[None]
-    logits = lm(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1, :VALID_VOCAB]
-    table = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    return table.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0], -(table.exp() * table).sum(-1)
+plain_logprobs = partial(tiny_models.plain_logprobs, temperature=TEMPERATURE, valid_vocab=VALID_VOCAB)
 
 
 def make_samples(lm, *, seed=0, prompts=3, group_size=4, with_reference=True):
@@ -107,18 +94,19 @@ def with_reference(config, samples):
 
 def totals_of(samples):
     """The exact denominators of these samples."""
-    return LossTotals(
-        num_sequences=len(samples), num_tokens=sum(len(s.response_ids) for s in samples), length_normalizer=16
-    )
+    tokens = sum(int(sample.sampled.sum()) for sample in samples)
+    return LossTotals(num_sequences=len(samples), num_tokens=tokens, length_normalizer=16)
 
 
 def plain_gradients(lm, samples, objective):
-    """Loss and gradients of one update, one sample at a time, without packing, sharding or chunks."""
+    """Loss and gradients of one update, one sample at a time, without packing, sharding or chunks; tokens that were
+    observed take no part. The second turn of two begins at token 3."""
     lm.zero_grad()
     total = 0.0
     for sample in samples:
-        logprobs, _ = plain_logprobs(lm, sample.prompt_ids, sample.response_ids)
-        advantages = torch.full_like(logprobs, sample.advantages[0])
+        kept = np.flatnonzero(sample.sampled)
+        logprobs = plain_logprobs(lm, sample.prompt_ids, sample.response_ids)[0][kept]
+        advantages = logprobs.new_tensor([sample.advantages[-1 if token > 2 else 0] for token in kept])
         reference = torch.from_numpy(sample.reference.logprobs)
         ids = torch.zeros(len(logprobs), dtype=torch.long)
         loss, _ = policy_loss(
@@ -137,15 +125,14 @@ def plain_gradients(lm, samples, objective):
 
 def make_config(path, *, learner=None, objective=None, dtype="float32", deterministic=False, ranks=1):
     """A whole config around the tiny policy."""
-    return Config(
-        run=RunConfig(deterministic=deterministic),
-        model=ModelConfig(path=path, dtype=dtype),
-        data=DataConfig(source="unused.jsonl", max_prompt_tokens=16),
-        rollout=RolloutConfig(group_size=4, max_new_tokens=16, temperature=TEMPERATURE),
-        objective=objective or ObjectiveConfig(kl_coef=0.1),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-        learner=learner or LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7),
-        cluster=ClusterConfig(progress_timeout_s=120.0, learner_ranks=ranks),
+    return run_config(
+        run={"deterministic": deterministic},
+        model={"path": path, "dtype": dtype},
+        data={"max_prompt_tokens": 16},
+        rollout={"group_size": 4, "max_new_tokens": 16, "temperature": TEMPERATURE},
+        objective=objective or {"kl_coef": 0.1},
+        learner=learner or {"lr": 1e-3, "max_tokens_per_micro_batch": 256, "logprob_chunk_tokens": 7},
+        cluster={"progress_timeout_s": 120.0, "learner_ranks": ranks},
     )
 
 

@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
-from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.row_plan import split_passes
-from infsample_rl.types import LossTotals
 from tests.tiny_models import assert_tensors_close, reference_tokens
 
 
@@ -28,30 +25,6 @@ def with_observations(samples):
     return found
 
 
-def advantage_of(sample, token):
-    """Of the turn that a token belongs to."""
-    return sample.advantages[-1] if token > 2 else sample.advantages[0]
-
-
-def plain_gradients(tools, lm, samples, objective, totals):
-    """One response at a time, its observed tokens left out of every mean."""
-    lm.zero_grad()
-    for sample in samples:
-        kept = torch.from_numpy(sample.sampled)
-        logprobs = tools.plain_logprobs(lm, sample.prompt_ids, sample.response_ids)[0][kept]
-        loss, _ = policy_loss(
-            logprobs,
-            logprobs.detach(),
-            torch.tensor([advantage_of(sample, token) for token in np.flatnonzero(sample.sampled)]),
-            torch.zeros(len(logprobs), dtype=torch.long),
-            objective=objective,
-            totals=totals,
-            ref_logprobs=torch.from_numpy(sample.reference.logprobs),
-        )
-        loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in lm.named_parameters() if parameter.grad is not None}
-
-
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
 @pytest.mark.parametrize(("max_tokens", "by_turn"), [(256, False), (32, False), (32, True)])
 def test_they_are_read_and_not_trained(tools, tied_policy, loss, max_tokens, by_turn):
@@ -60,9 +33,8 @@ def test_they_are_read_and_not_trained(tools, tied_policy, loss, max_tokens, by_
     samples = with_observations(tools.make_samples(lm))
     if by_turn:
         samples = [each if each.sampled.all() else replace(each, advantages=(2.0, -1.5)) for each in samples]
-    tokens = sum(int(sample.sampled.sum()) for sample in samples)
-    totals = LossTotals(num_sequences=len(samples), num_tokens=tokens, length_normalizer=16)
-    expected = plain_gradients(tools, lm, samples, objective, totals)
+    totals = tools.totals_of(samples)
+    _, expected = tools.plain_gradients(lm, samples, objective)
     learner = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=max_tokens, logprob_chunk_tokens=7)
     groups = [[sample for sample in samples if sample.prompt_index == index] for index in range(3)]
     calls = [("accumulate", (part, totals)) for group in groups for part in [group]]

@@ -24,11 +24,11 @@ from infsample_rl.model import packed_attention as attention
 from infsample_rl.model import row_cuts
 from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.block_mask import build_block_mask, mask_function, visible_spans
-from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every, token_logprobs
+from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every
 from infsample_rl.model.packing import pack_prompt, pack_row, pack_samples
 from infsample_rl.model.shared_prompt import SharedPrompt
 from tests.gpu import GPU
-from tests.tiny_models import TINY_SIZES, assert_tensors_close, training_sample
+from tests.tiny_models import TINY_SIZES, assert_tensors_close, plain_logprobs, training_sample
 
 
 def tiny():
@@ -49,14 +49,8 @@ def random_groups(seed, prompt_lengths, response_lengths):
 def alone(lm, groups, temperature, valid_vocab):
     """Log-probabilities and entropies of each sample alone under transformers' own attention."""
     lm.set_attn_implementation("sdpa")
-    logprobs, entropies = [], []
-    for prompt, responses in groups:
-        for response in responses:
-            ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
-            table = (lm(input_ids=ids).logits[0, len(prompt) - 1 : -1, :valid_vocab] / temperature).log_softmax(-1)
-            logprobs.append(table.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-            entropies.append(-(table.exp() * table).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+    each = [plain_logprobs(lm, prompt, ids, temperature, valid_vocab) for prompt, own in groups for ids in own]
+    return tuple(map(torch.cat, zip(*each, strict=True)))
 
 
 def sample(prompt_index, response, reference=True):
@@ -215,16 +209,7 @@ def test_a_head_is_multiplied_in_whole_steps_and_ids_beyond_the_tokenizer_get_no
         found.append((logprobs.detach(), gradient))
     for narrow, wide in zip(*found, strict=True):
         assert torch.equal(narrow, wide)
-
-
-def test_ids_beyond_the_tokenizer_get_no_probability():
-    hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [50.0, 50.0]])
-    settings = {"temperature": 1.0, "chunk_tokens": 4, "valid_vocab": 2}
-    logprobs, entropy, *_ = token_logprobs(hidden, weight, torch.tensor([0]), **settings)
-    assert logprobs.item() == pytest.approx(-np.log(2))
-    assert entropy.item() == pytest.approx(np.log(2))
-    policy = PackedPolicy(tiny(), valid_vocab=60, chunk_tokens=4)
-    assert (policy.valid_vocab, PackedPolicy(tiny(), valid_vocab=99, chunk_tokens=4).valid_vocab) == (60, 64)
+    assert PackedPolicy(model, valid_vocab=999, chunk_tokens=4).valid_vocab == 200
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.rollout.engine.kv_cache import QuantisedKV
 from tests import engines
-from tests.engines import PROMPTS, full_logprobs, tokens_of
+from tests.engines import PROMPTS, tokens_of
 from tests.gpu import GPU
+from tests.tiny_models import plain_logprobs
 
 CPU = torch.device("cpu")
 TOP = 127
@@ -127,7 +128,7 @@ def logprob_differences(model, groups):
     """|engine - full forward| of every token."""
     return torch.cat(
         [
-            (torch.from_numpy(each.logprobs) - full_logprobs(model, prompt, each.token_ids.tolist())).abs()
+            (torch.from_numpy(each.logprobs) - plain_logprobs(model, prompt, each.token_ids)[0].detach()).abs()
             for prompt, group in zip(PROMPTS, groups, strict=True)
             for each in group
         ]

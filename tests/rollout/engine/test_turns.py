@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.types import Episode
 from tests.engines import make_engine
+from tests.tiny_models import plain_logprobs
 
 PROMPTS = [[40, 41, 42, 43, 44], [50, 51, 52]]
 STOPS = tuple(range(100, 160))  # many, so that turns are short
@@ -69,10 +69,7 @@ def test_sampled_tokens_are_the_models_and_observed_ones_are_marked(tiny):
     several = 0
     for prompt, group in zip(PROMPTS, found, strict=True):
         for completion in group:
-            ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
-            with torch.no_grad():
-                table = tiny[0](ids).logits[0, len(prompt) - 1 : -1, : len(tiny[1])].log_softmax(-1)
-            own = table.gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+            own = plain_logprobs(tiny[0], prompt, completion.token_ids, valid_vocab=len(tiny[1]))[0].detach().numpy()
             mask = completion.sampled
             np.testing.assert_allclose(completion.logprobs[mask], own[mask], atol=2e-5)
             ends = [place for place in range(len(mask)) if mask[place] and completion.token_ids[place] in STOPS]
