@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import AutoTokenizer
 
 from benchmarks import predictor
 from benchmarks.predictor_models import Memory, constant_predictions, hidden_states, steps_of
@@ -18,6 +18,7 @@ from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import simulate
+from tests.tiny_models import save_tiny_bert
 
 KEYS = ["name", "recording", "dataset", "model", "train_prompts", "held_out_prompts", "k", "samples", "uncensored"]
 KEYS += ["log_error", "kendall_tau", "seconds_per_prediction", "schedules"]
@@ -55,15 +56,7 @@ def recordings(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def encoder(tiny_qwen3, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 264,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    BertForSequenceClassification(BertConfig(**sizes, max_position_embeddings=48, num_labels=1)).save_pretrained(folder)
+    save_tiny_bert(folder, 264, max_position_embeddings=48)
     AutoTokenizer.from_pretrained(tiny_qwen3).save_pretrained(folder)
     return folder
 

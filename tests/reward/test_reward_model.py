@@ -2,22 +2,16 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BertTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertTokenizerFast
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.checks import check_reward_functions
 from infsample_rl.reward.reward_model import RewardModel
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Prompt
+from tests.configs import run_config
 from tests.scored_texts import score_texts
+from tests.tiny_models import save_judge, save_tiny_bert
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one and two is what"}]
 RESPONSES = ["three", "it is three", "", "one and two is three . " * 5, "what", "it is " * 9, "three three", "it"]
@@ -25,14 +19,6 @@ RESPONSES = ["three", "it is three", "", "one and two is three . " * 5, "what", 
 
 def function(folder, **kwargs) -> RewardFunctionConfig:
     return RewardFunctionConfig(name=f"model:{folder}", kwargs=kwargs)
-
-
-def qwen3_config(labels: int, pad: int | None) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16, num_labels=labels, pad_token_id=pad, max_position_embeddings=512,
-    )  # fmt: skip
 
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] one two three and is what it be brief .".split()
@@ -49,13 +35,7 @@ def save_bert(folder, weight_scale: float):
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    torch.manual_seed(1)
-    config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-        num_labels=1,
-        max_position_embeddings=64, initializer_range=weight_scale,
-    )  # fmt: skip
-    BertForSequenceClassification(config).save_pretrained(folder)
+    save_tiny_bert(folder, len(WORDS), hidden_size=64, max_position_embeddings=64, initializer_range=weight_scale)
     return folder
 
 
@@ -67,12 +47,7 @@ def qwen3_folder(request, tiny_qwen3, tmp_path_factory):
     if request.param != "own padding id":
         tokenizer.pad_token = "<|im_end|>"
         tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>\n", "<|im_end|>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(2)
-    pad = None if request.param == "no padding id" else tokenizer.pad_token_id
-    model = Qwen3ForSequenceClassification(qwen3_config(1, pad))
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(folder)
+    save_judge(folder, tokenizer, **{"pad_token_id": None} if request.param == "no padding id" else {})
     return folder
 
 
@@ -130,14 +105,15 @@ def test_a_score_that_is_not_finite_is_none_and_said(bert_folder):
 
 
 def test_more_than_one_label_is_refused(tiny_qwen3, tmp_path):
-    Qwen3ForSequenceClassification(qwen3_config(3, 0)).save_pretrained(tmp_path)
+    save_judge(tmp_path, AutoTokenizer.from_pretrained(tiny_qwen3), num_labels=3)
     for folder, labels in ((tmp_path, 3), (tiny_qwen3, 2)):
         with pytest.raises(ValueError, match=f"has {labels} labels; give a sequence classifier with num_labels=1"):
             check_reward_functions(RewardConfig(functions=[function(folder)]))
 
 
 def test_a_language_model_with_one_label_but_no_head_is_refused(tiny_qwen3, tmp_path):
-    model = Qwen3ForCausalLM(qwen3_config(1, 0))
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3)
+    model.config.num_labels = 1
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_qwen3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no trained reward model: its files lack score.weight"):
@@ -154,8 +130,8 @@ def test_unknown_settings_are_refused(bert_folder):
 
 
 def test_a_model_and_a_rule_are_summed(bert_folder, tiny_qwen3):
-    reward = RewardConfig(functions=[RewardFunctionConfig(name="gsm8k", weight=10.0), function(bert_folder)])
-    worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), reward=reward))
+    functions = [{"name": "gsm8k", "weight": 10.0}, function(bert_folder)]
+    worker = RewardWorker(run_config(model={"path": str(tiny_qwen3)}, reward={"functions": functions}))
     prompt = Prompt(prompt_index=0, row=1, messages=MESSAGES, text="", token_ids=None, columns={"answer": "3"})
     result = score_texts(worker, prompt, ["it is 3", "it is 4", "it " * 60])
     worker.close()

@@ -1,21 +1,15 @@
 """The BERT length predictor on a tiny random BERT, alone and inside the engine."""
 
 import pytest
-import torch
-from transformers import BertConfig, BertForSequenceClassification
 
-from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from tests.tiny_models import save_tiny_bert
 
 
 @pytest.fixture(scope="module")
 def folder(make_tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("bert")
-    torch.manual_seed(0)
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 12} | heads
-    BertForSequenceClassification(BertConfig(**sizes, num_labels=1, initializer_range=0.5)).save_pretrained(path)
+    save_tiny_bert(path, 64, max_position_embeddings=12, initializer_range=0.5)
     make_tokenizer(64, pad_token="w63").save_pretrained(path)
     return str(path)
 
@@ -46,18 +40,3 @@ def test_a_long_prompt_is_cut_from_the_left(folder):
 def test_a_folder_without_a_classifier_is_refused(tmp_path):
     with pytest.raises(ValueError, match="predictor_path"):
         BertLengthPredictor.load(str(tmp_path))
-
-
-def test_a_trained_predictor_does_not_change_the_samples(folder, make_model, tokenizer):
-    model = make_model()
-    settings = {"group_size": 6, "slots": 2, "max_new_tokens": 20}
-    stop = {3, 17, 40}
-    plain = SamplingEngine(model, tokenizer, RolloutConfig(**settings), stop_token_ids=stop).generate(
-        [[5, 9], [7]], seed=1
-    )
-    config = RolloutConfig(**settings, schedule="infinite", predictor="bert", predictor_path=folder, prefix_tokens=4)
-    predicted = SamplingEngine(model, tokenizer, config, stop_token_ids=stop).generate([[5, 9], [7]], seed=1)
-    ids = [
-        [[completion.token_ids.tolist() for completion in group] for group in groups] for groups in (plain, predicted)
-    ]
-    assert ids[0] == ids[1]
