@@ -165,7 +165,6 @@ def test_an_update_of_either_side_has_every_token_and_weights_gradients_and_mome
     ("command", "argument", "said"),
     [
         (engine, "group_sise=4", "did you mean group_size=...? keys: model, shape,"),
-        (engine, "schedules=[sjff]", "did you mean sjf?"),
         (engine, "rows=[4]", "at least two different counts"),
         (engine, "mean_tokens=4", "mean_tokens=4: ends are ignored; give ignore_eos=false"),
         (

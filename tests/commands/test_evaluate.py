@@ -110,7 +110,6 @@ def test_a_broken_reward_is_no_figure_and_exit_code_1_and_a_missing_column_is_to
 
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsys):
     for wrong, message in (
-        (["samples=0"], "must be >= 1"),
         (["samples=2", "k=[4]"], "k must be between 1 and samples = 2, got 4"),
         (["run.eval_samples=2"], "run.eval_samples is of a run; give samples= here"),
         (["rollout.group_size=2"], "rollout.group_size is of a run; give samples= here"),
@@ -118,7 +117,6 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         (["out=/no/such/folder/x.jsonl"], "cannot be written; give a file in a folder that is there"),
         ([f"out={tmp_path}"], "cannot be written; give a file"),
         ([f"out={tmp_path / 'problems.jsonl'}"], "is the data that is evaluated on; give another file"),
-        (["threshold=nan"], "threshold=nan: must be >= -1000000.0"),
         (["data.sauce=x"], "did you mean data.source?"),
     ):
         assert evaluate.main([*arguments, *wrong]) == 2

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from infsample_rl.config import ObjectiveConfig
-from infsample_rl.learner.divergence import kl_estimate
 from infsample_rl.learner.loss import effective_sample_size, engine_mismatch, policy_loss
 from infsample_rl.types import LossTotals
 
@@ -54,11 +53,6 @@ def test_a_ratio_beyond_all_numbers_has_no_gradient_where_the_clip_bounds_it(los
     assert math.isfinite(value.item()) and metrics["clip_fraction"] == (0.5 if advantage or loss == "cispo" else 0.0)
     bounded = -(1 + objective.clip_high) * advantage / 2 if loss == "cispo" else 0.0
     assert new.grad.tolist() == pytest.approx([bounded, -0.5])
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1)])
-def test_kl_estimates_written_out(kind, expected):
-    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), kind).item() == pytest.approx(expected)
 
 
 def test_kl_is_averaged_like_the_loss_and_weighted_by_its_coefficient():

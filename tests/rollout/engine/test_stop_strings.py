@@ -115,11 +115,3 @@ def test_only_a_bounded_tail_is_decoded_and_only_for_tokens_that_can_end_a_strin
     )
     assert found_end(stop, ids) is None
     assert len(decoded) == 200 and max(decoded) <= 17  # ">" only; 9 bytes and 8 tokens of slack
-
-
-def test_special_tokens_are_refused_since_texts_leave_them_out(bytes_only):
-    with pytest.raises(
-        ValueError,
-        match=r"rollout.stop_strings must not hold special tokens.*'x<\|im_end\|>'.*rollout.stop_token_ids=\[257\]",
-    ):
-        StopStrings(bytes_only, ["x<|im_end|>"])

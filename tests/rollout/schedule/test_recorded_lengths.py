@@ -22,28 +22,6 @@ def mean_steps(groups, schedule, **options):
     return sum(simulate(lengths, schedule, **options).running_steps for lengths in groups) / len(groups)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "steps"),
-    [
-        ("naive", 9234),
-        ("fixed_slot", 6488),
-        ("sjf", 5928),
-        ("arrival", 5824),
-        ("infinite", 5990),
-        ("lpt", 5339),
-        ("fptas", 6162),
-    ],
-)
-def test_mean_steps_on_aime_with_32_samples_and_4_slots(schedule, steps):
-    assert round(mean_steps(groups_of(LLAMA[0]), schedule)) == steps  # orders know the true lengths
-
-
-def test_bounds_on_aime():
-    groups = groups_of(LLAMA[0])
-    assert round(sum(slot_bound(lengths, 4) for lengths in groups) / 30) == 5253
-    assert round(sum(token_bound(lengths, 4 * CAP) for lengths in groups) / 30) == 1886
-
-
 @pytest.mark.parametrize("name", LLAMA)
 def test_longest_first_nearly_reaches_the_bound_and_shortest_first_does_not(name):
     groups = groups_of(name)
