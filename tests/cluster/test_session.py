@@ -27,7 +27,7 @@ from infsample_rl.cluster.session import Session
 from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config.loading import load_config
 from infsample_rl.main import main
-from tests.waiting import wait_until
+from tests.waiting import end, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = {"num_cpus": 4, "num_gpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -282,23 +282,6 @@ def start_node(arguments: list[str], environment: dict[str, str], prefix: list[s
     )
 
 
-def stop_node(node: subprocess.Popen) -> None:
-    """End a node and what it started; Ray's processes have sessions of their own, so they are found by their parents
-    first."""
-    children, seen = [node.pid], []
-    while children:
-        pid = children.pop()
-        seen.append(pid)
-        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
-        children += [int(child) for child in found]
-    for pid in reversed(seen):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    node.wait()
-
-
 @pytest.mark.slow
 def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path, short_path):
     mine, notes = make_session(two_nodes.address, tmp_path, "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=120")
@@ -311,7 +294,7 @@ def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path, shor
         mine.open()
     finally:
         late.join()
-        stop_node(added[0])
+        end(added[0], 0)
     waiting = [note for note in notes if note.startswith("waiting for nodes")]
     assert waiting and "of 120 s" in waiting[0] and "no place for" in waiting[0]
     assert "7 rollout workers" not in "\n".join(notes).split("placement")[1], "on three nodes"
@@ -364,7 +347,7 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
         assert f"{hidden}" in str(refused.value) and what in str(refused.value)
         assert not list(run_dir.iterdir())
     finally:
-        stop_node(third)
+        end(third, 0)
         wait_for_nodes(2)
 
 
@@ -439,7 +422,7 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
         for variables in refused:
             assert "asks for a token, and this process has none or another" in join(variables)
     finally:
-        stop_node(head)
+        end(head, 0)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -12,8 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.waiting import end, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,23 +30,6 @@ def _free_ports(count: int) -> list[int]:
     for server in sockets:
         server.close()
     return ports
-
-
-def end(process: subprocess.Popen, seconds: float = 30) -> None:
-    """SIGTERM to a process and, when it does not end, SIGKILL to it and all below it: never to anything that we did not
-    start."""
-    if process.poll() is not None:
-        return
-    tree = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for child in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +131,6 @@ def wait_for():
     """Waits until a path is there."""
 
     def wait(path: Path, what: str, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-            time.sleep(0.2)
+        wait_until(path.exists, seconds, f"there is no {what}")
 
     return wait

@@ -14,6 +14,7 @@ import pytest
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward import process_pool
 from infsample_rl.reward.process_pool import ProcessPool
+from tests.waiting import has_ended, wait_until
 
 PROMPT = pickle.dumps({"row": 1, "messages": [], "text": "1 + 2 = ?", "columns": {"answer": "3"}})
 ROOT = Path(__file__).parents[2]
@@ -38,18 +39,6 @@ def submit(pool, *responses):
 def score(pool, *responses):
     results = submit(pool, *responses).result(timeout=30)
     return [result.values[0] for result in results], [result.problems[0] for result in results]
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends within five seconds (a zombie has ended)."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("hang", ["hang", "hang in C", "write"])
@@ -91,7 +80,7 @@ def test_close_leaves_no_process_even_while_one_hangs(open_pool):
     started = time.monotonic()
     pool.close()
     assert time.monotonic() - started < 5
-    assert all(gone(pid) for pid in pids)
+    wait_until(lambda: all(map(has_ended, pids)), 5)
     with pytest.raises(RuntimeError, match="closed while it scored"):
         hanging.result()
 
@@ -100,6 +89,7 @@ PARENT = """
 import pickle, sys, time
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.process_pool import ProcessPool
+from tests.waiting import has_ended, wait_until
 functions = [RewardFunctionConfig(name=sys.argv[1] + ":acts")]
 pool = ProcessPool(RewardConfig(functions=functions, timeout_s=600, processes=2), functions)
 prompt = pickle.dumps({"row": 1, "messages": [], "text": "", "columns": {}})
@@ -120,7 +110,7 @@ def test_processes_end_with_a_killed_parent_even_while_one_hangs(user_file):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    assert all(gone(pid) for pid in pids)
+    wait_until(lambda: all(map(has_ended, pids)), 5)
 
 
 ODD = """
