@@ -29,6 +29,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CALLS = "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+CHATML_CALLS = CHATML.replace("<|im_end|>", f"{CALLS}<|im_end|>")  # as Hermes writes them
 
 
 @pytest.hookimpl(tryfirst=True)

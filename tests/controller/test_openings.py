@@ -15,7 +15,7 @@ from infsample_rl.data.rows import Row
 from infsample_rl.reward.environment_host import EnvironmentFailed
 from infsample_rl.reward.policy_conversation import Asked
 from infsample_rl.types import Prompt
-from tests.conftest import byte_tokenizer
+from tests.conftest import CHATML_CALLS, byte_tokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 
@@ -96,11 +96,7 @@ def test_tools_that_a_program_offers_are_offered_to_its_policy(monkeypatch):
     template = made._tokenizer.chat_template
     with pytest.raises(ValueError, match="writes tool calls in no known form"):
         made.open([prompt(0)], position=40)
-    calls = "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    made._tokenizer.chat_template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + calls + "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    made._tokenizer.chat_template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML_CALLS
     try:
         [opened] = made.open([prompt(0)], position=40)
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from infsample_rl.data.plain_text import marked, special_tokens, unmarked
 from infsample_rl.data.turns import ToolCall, TurnTemplate, assistant_message
-from tests.conftest import byte_tokenizer
+from tests.conftest import CHATML_CALLS, byte_tokenizer
 
 ADD = {
     "type": "function",
@@ -151,15 +151,10 @@ def test_a_call_in_a_thought_is_not_made(before, numbers):
 
 
 DEEP = "[" * 100_000
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def of_chatml() -> TurnTemplate:
-    tokenizer = tokenizer_of(CHATML)
+    tokenizer = tokenizer_of(CHATML_CALLS)
     return TurnTemplate.of(tokenizer, {}, [ADD], [tokenizer.convert_tokens_to_ids("<|im_end|>")])
 
 
@@ -202,7 +197,7 @@ def test_an_observation_cannot_end_its_own_turn():
 
 
 def test_a_special_token_is_found_before_one_that_it_begins_with():
-    tokenizer = tokenizer_of(CHATML)
+    tokenizer = tokenizer_of(CHATML_CALLS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot_id|>", "<|eot_id|>, too"]})
     text = marked("<|eot_id|>, too", special_tokens(tokenizer))
     assert ", too" not in text and unmarked(text, tokenizer) == "<|eot_id|>, too"

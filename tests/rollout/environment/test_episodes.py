@@ -13,17 +13,9 @@ from infsample_rl.rollout.environment.episodes import Episodes
 from infsample_rl.rollout.environment.turn_records import TurnRecords
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.types import EpisodeStart
-from tests.conftest import byte_tokenizer
+from tests.conftest import CHATML_CALLS, byte_tokenizer
+from tests.data.test_turns import ADD
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}},
-}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
 
 
@@ -57,7 +49,7 @@ def first_keys(monkeypatch):
 
 def make(form="tools", records=None, **settings):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHATML_CALLS
     host = Host(form)
     templates = templates_of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
     starts = {4: EpisodeStart(11, {"answer": "5"})}
