@@ -17,6 +17,7 @@ from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGrou
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.types import EngineFailed, Episode
+from tests.rollout.engine.test_turns import Answering
 
 
 class StandIn:
@@ -141,7 +142,7 @@ def test_turns_are_sent_again_with_what_was_observed_and_only_what_had_been_comp
         prompts = [[place] + [7] * draw.randint(0, 40) for place in range(draw.randint(1, 3))]
         lengths = [[draw.randint(12, cap) for _ in range(6)] for _ in prompts]
         pages = -(-max(map(len, prompts)) // block) + -(-cap // block) + draw.choice([1, 3, draw.randint(1, 60)])
-        engine, turns = StandIn(block, 0.2, seed), Answering(observed, seed)
+        engine, turns = StandIn(block, 0.2, seed), AnsweringTwice(seed, longest_wait=4, observed=observed)
         loop = new_loop(draw, "token_budget", engine, lengths, prompts, pages, cap, turns)
         for key in [100 * (50 * place + sample) for place in range(len(prompts)) for sample in range(6)]:
             loop.stops.stop_token_ids.add(key + 4)
@@ -163,27 +164,14 @@ def test_turns_are_sent_again_with_what_was_observed_and_only_what_had_been_comp
     assert away > 100
 
 
-class Answering:
+class AnsweringTwice(Answering):
     """Observes the same after a first turn, soon or later, and ends a sample after its second."""
 
-    def __init__(self, observed, seed):
-        self.observed, self.dice, self.owed, self.turns = observed, random.Random(seed), [], Counter()
-
     def end(self, sample, reason):
-        self.turns[sample] += 1
-        is_last = self.turns[sample] == 2
-        episode = Episode(reward=1.0, failure="", turns=2, calls=0, waited_s=0.0) if is_last else None
-        self.owed.append([self.dice.randint(0, 4), Answer(sample, [] if is_last else self.observed, episode)])
-
-    def take(self, *, wait_s):
-        for entry in self.owed:
-            entry[0] -= 1
-        ready = [answer for left, answer in self.owed if left < 0]
-        self.owed = [entry for entry in self.owed if entry[0] >= 0]
-        return ready
-
-    def close(self):
-        pass
+        number = self.turns[sample] = self.turns.get(sample, 0) + 1
+        episode = Episode(reward=1.0, failure="", turns=2, calls=0, waited_s=0.0) if number == 2 else None
+        observed = [] if episode else self.observed
+        self.owed.append([self.dice.randint(0, self.longest_wait), Answer(sample, observed, episode)])
 
 
 def test_what_ends_teaches_lengths():
