@@ -67,19 +67,3 @@ def test_groups_without_signal_are_replaced_by_new_prompts(train, reward_file):
     assert rows[0]["response/tokens"] > 0 and rows[0]["reward/groups_with_signal"] < 1
     rows, output, _ = train(*settings, "objective.dynamic_sampling_rounds=1")
     assert "groups have a signal after 1 rounds of sampling" in output and len(rows) == 2, "at the cap the run goes on"
-
-
-@pytest.mark.slow
-def test_ranks_that_reduce_once_train_the_same(train, apart):
-    rows, *_ = train("learner.grad_sync=last_row", "cluster.learner_ranks=2")
-    for row, expected in zip(rows, apart, strict=True):
-        for name in ("reward/mean", "learner/loss", "learner/grad_norm"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_two_colocated_ranks_train_the_same(train, apart):
-    rows, *_ = train("cluster.colocate=true", "cluster.learner_ranks=2", "cluster.rollout_workers=2")
-    for row, expected in zip(rows, apart, strict=True):
-        for name in ("reward/mean", "learner/loss", "learner/grad_norm"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)

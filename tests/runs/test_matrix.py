@@ -14,18 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from infsample_rl.commands.chaos import differences
 from infsample_rl.learner.cpu_adam import compile_cpu_adam
 from tests.judge_server import JudgeServer
 from tests.real_runs import kill_a_decoding_worker, same_everywhere
+from tests.tiny_models import save_judge
 from tests.vllm_files import check_nothing_is_left, files_of_vllm
 
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
@@ -42,6 +37,8 @@ BITS = (  # settings that may not change a bit
 SUMS = {  # settings that add gradients up in another order, and the ranks that do
     "fsdp, full shard": ("cluster.learner_ranks=2",),
     "fsdp, hybrid": ("cluster.learner_ranks=4", "learner.shard_ranks=2"),
+    "fsdp, one reduction": ("cluster.learner_ranks=2", "learner.grad_sync=last_row"),
+    "fsdp, colocated": ("cluster.learner_ranks=2", "cluster.colocate=true", "cluster.rollout_workers=2"),
     "ZeRO 1": ("learner.backend=deepspeed", "learner.zero_stage=1", "cluster.learner_ranks=2"),
     "ZeRO 2": ("learner.backend=deepspeed", "learner.zero_stage=2", "cluster.learner_ranks=2"),
     "ZeRO 3": ("learner.backend=deepspeed", "learner.zero_stage=3", "cluster.learner_ranks=2"),
@@ -166,13 +163,7 @@ def test_lora_starts_where_the_weights_do_and_trains_adapters_alone(no_kl, plain
 def judge(tiny_qwen3, tmp_path_factory) -> Path:
     """A random reward model."""
     folder = tmp_path_factory.mktemp("judges") / "judge"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(2)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "num_labels": 1}
-    config = Qwen3Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
-    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    save_judge(folder, AutoTokenizer.from_pretrained(tiny_qwen3))
     return folder
 
 
