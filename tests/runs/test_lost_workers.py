@@ -21,51 +21,28 @@ import pytest
 from infsample_rl.commands import chaos
 from infsample_rl.observe.phases import phase_of
 from infsample_rl.observe.records import read_records
-from tests.forks import run_module
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="reads /proc"),
 ]
+SETTINGS = """
+rollout.group_size=6 rollout.slots=3 rollout.micro_group_size=1 rollout.max_new_tokens=48
+objective.kl=k3 objective.kl_coef=0.05 run.checkpoint_every=2 run.steps=4 run.deterministic=true
+cluster.rollout_workers=2 cluster.learner_ranks=2 cluster.progress_timeout_s=120
+"""
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_qwen3, sums_file) -> list[str]:
+def settings(tiny_run) -> list[str]:
     """A bitwise repeatable run of short steps, with every kind of worker."""
-    return [
-        *(f"model.path={tiny_qwen3}", f"data.source={sums_file}", "data.eval_source=null", "data.max_prompt_tokens=64"),
-        *("reward.functions=[{name: gsm8k}]", "data.prompts_per_step=3", "rollout.group_size=6", "rollout.slots=3"),
-        *(
-            "rollout.micro_group_size=1",
-            "rollout.max_new_tokens=48",
-            "learner.max_tokens_per_micro_batch=128",
-            "learner.lr=1e-3",
-        ),
-        *(
-            "objective.kl=k3",
-            "objective.kl_coef=0.05",
-            "learner.warmup_steps=0",
-            "run.checkpoint_every=2",
-            "run.steps=4",
-        ),
-        *(
-            "cluster.rollout_workers=2",
-            "cluster.learner_ranks=2",
-            "cluster.progress_timeout_s=120",
-            "run.deterministic=true",
-        ),
-        "logging.wandb=disabled",
-    ]
+    return [*tiny_run, *SETTINGS.split()]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings, tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    _, _, module, *arguments = command(settings, run)
-    done = run_module(module, arguments, run.parent, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:]
-    return run
+def undisturbed(train, settings) -> Path:
+    return train(*settings).folder
 
 
 def command(settings: list[str], run: Path, *changes: str) -> list[str]:
@@ -231,19 +208,6 @@ def test_sigterm_keeps_the_last_finished_step_and_the_run_goes_on_to_the_same_re
     finally:
         target.end()
     assert chaos.differences(undisturbed, run) == []
-
-
-def test_without_time_to_save_sigterm_keeps_the_last_checkpoint_and_says_what_is_lost(settings, tmp_path):
-    run = tmp_path / "run"
-    target = chaos.Target(command(settings, run, "run.grace_s=0", "run.steps=40", "run.checkpoint_every=5"), run)
-    try:  # steps are short: none is saved in the next few
-        wait_for(lambda: steps_done(run) > 5 and steps_done(run) % 5 in (1, 2), target)
-        target.driver.terminate()
-        assert target.driver.wait(timeout=120) == 0
-        output = Path(target._log.name).read_text()
-    finally:
-        target.end()
-    assert "run.grace_s leaves" in output and "are lost" in output
 
 
 @pytest.mark.parametrize(
