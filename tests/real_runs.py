@@ -24,10 +24,9 @@ class Run(NamedTuple):
 
 
 def same_everywhere(row: Row) -> Row:
-    """What no arrangement may change: samples, rewards and the update."""
-    return {
-        name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner", "step")
-    }
+    """What no arrangement may change: samples, rewards and the update, but not how long environments took."""
+    own = ("reward", "response", "learner", "environment", "step")
+    return {name: value for name, value in row.items() if name.split("/")[0] in own and "waited" not in name}
 
 
 def children(pid: int, name: str) -> list[int]:

@@ -109,19 +109,9 @@ def test_a_missing_or_damaged_plan_is_left_out(tmp_path, plan):
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_the_line_and_exit_code_1(tiny_qwen3, sums_file, tmp_path):
+def test_the_command_ends_with_the_line_and_exit_code_1(tiny_run, tmp_path):
     machine = psutil.virtual_memory().total
-    arguments = [
-        f"model.path={tiny_qwen3}",
-        f"data.source={sums_file}",
-        "data.max_prompt_tokens=64",
-        "reward.functions=[{name: gsm8k}]",
-        "rollout.max_new_tokens=16",
-        f"rollout.kv_budget_bytes={0.8 * machine:.0f}",
-        "objective=no_kl",
-        "run.eval_prompts=0",
-        "logging.wandb=disabled",
-    ]
+    arguments = [*tiny_run, "rollout.slots=null", f"rollout.kv_budget_bytes={0.8 * machine:.0f}", "objective=no_kl"]
     command = [sys.executable, "-m", "infsample_rl.main", *arguments, f"run.dir={tmp_path / 'run'}"]
     limit = ["prlimit", f"--data={0.6 * machine:.0f}"]  # of each process
     done = subprocess.run([*limit, *command], capture_output=True, text=True, timeout=900, cwd=tmp_path)

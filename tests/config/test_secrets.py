@@ -82,7 +82,7 @@ def test_what_only_looks_like_a_key_is_taken():
 
 
 @pytest.mark.slow
-def test_planted_keys_are_in_nothing_that_a_run_writes_or_says(tiny_qwen3, sums_file, tmp_path):
+def test_planted_keys_are_in_nothing_that_a_run_writes_or_says(tiny_run, sums_file, tmp_path):
     """Run folder, W&B's offline files, checkpoints, Ray's logs, temporary files, standard output and error."""
     short = Path(tempfile.mkdtemp(prefix="s"))  # Ray's sockets below it allow 107 characters
     (tmp_path / "rewards").mkdir()
@@ -100,24 +100,10 @@ def test_planted_keys_are_in_nothing_that_a_run_writes_or_says(tiny_qwen3, sums_
         "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "offline",
     }
-    arguments = [
-        f"model.path={tiny_qwen3}",
-        f"data.source={sums_file}",
-        f"data.eval_source={sums_file}",
-        "data.max_prompt_tokens=64",
-        f"reward.functions=[{{name: '{reward}:judge'}}]",
-        "reward.environment=[JUDGE_API_KEY]",
-        "data.prompts_per_step=2",
-        "rollout.group_size=4",
-        "rollout.slots=2",
-        "rollout.max_new_tokens=12",
-        "learner.max_tokens_per_micro_batch=128",
-        "learner.warmup_steps=0",
-        "run.eval_prompts=2",
-        "run.steps=2",
-        "run.dir=mine",
-        "logging.tensorboard=true",
-    ]
+    judged = [f"reward.functions=['{reward}:judge']", "reward.environment=[JUDGE_API_KEY]"]
+    evaluated = [f"data.eval_source={sums_file}", "run.eval_prompts=2"]
+    logged = ["run.dir=mine", "logging.tensorboard=true", "logging.wandb=auto"]
+    arguments = [*tiny_run, *judged, *evaluated, *logged]
     try:
         command = [sys.executable, "-m", "infsample_rl.main", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=os.environ | KEYS | places, capture_output=True, timeout=500)

@@ -16,7 +16,8 @@ from infsample_rl.commands.chaos import differences
 from infsample_rl.commands.convert.__main__ import main as convert
 from infsample_rl.commands.disturbance import Target, send
 from infsample_rl.learner.advantage import turn_advantages
-from tests.real_runs import kill_a_decoding_worker
+from tests.conftest import CHATML_CALLS
+from tests.real_runs import kill_a_decoding_worker, same_everywhere
 
 GAME = '''
 import json, os, random, subprocess, time
@@ -199,11 +200,6 @@ def main():
 if __name__ == "__main__":
     main()
 '''
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 STOPS = list(range(40, 140, 4))
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
 
@@ -222,13 +218,8 @@ def plain(train, settings):
     return train(*settings)
 
 
-def without_waits(run):
-    """Rows of metrics but for how long environments took."""
-    kept = ("reward", "response", "learner", "environment", "step")
-    return [
-        {name: value for name, value in row.items() if name.split("/")[0] in kept and "waited" not in name}
-        for row in run.rows
-    ]
+def rows_of(run):
+    return [same_everywhere(row) for row in run.rows]
 
 
 @pytest.mark.slow
@@ -252,25 +243,25 @@ def test_trajectories_are_trained_and_their_observations_are_not(plain):
     ids=str,
 )
 def test_no_bit_changes_with(train, settings, plain, changes):
-    assert without_waits(train(*settings, *changes)) == without_waits(plain)
+    assert rows_of(train(*settings, *changes)) == rows_of(plain)
 
 
 @pytest.mark.slow
 def test_a_program_that_calls_the_policy_itself_trains_the_same(train, settings, plain):
-    assert without_waits(train(settings[0].replace(":Guess", ":Play"), *settings[1:])) == without_waits(plain)
+    assert rows_of(train(settings[0].replace(":Guess", ":Play"), *settings[1:])) == rows_of(plain)
 
 
 @pytest.mark.slow
 def test_one_that_asks_by_token_ids_trains_the_same(train, settings, plain, tiny_qwen3, tmp_path):
     path = tmp_path / "by_tokens.py"
     path.write_text(GAME + BY_TOKENS.format(model=tiny_qwen3))
-    assert without_waits(train(f"environment.factory={path}:PlayByTokens", *settings[1:])) == without_waits(plain)
+    assert rows_of(train(f"environment.factory={path}:PlayByTokens", *settings[1:])) == rows_of(plain)
 
 
 @pytest.mark.slow
 def test_trls_functions_of_environments_reward_the_prompts_that_they_are_for(train, tmp_path):
     """As TRL's example of several environments in one, with a template of one's own."""
-    for name, text in (("count.py", TOOLS), ("tools.jinja", TEMPLATE)):
+    for name, text in (("count.py", TOOLS), ("tools.jinja", CHATML_CALLS)):
         (tmp_path / name).write_text(text)
     functions = [f"{tmp_path}/count.py:{name}" for name in ("even", "odd")]
     own = (f"environment.factory={tmp_path}/count.py:Count", f"reward.functions={json.dumps(functions)}")
@@ -286,7 +277,7 @@ def test_trls_functions_of_environments_reward_the_prompts_that_they_are_for(tra
 @pytest.mark.slow
 def test_a_trl_script_with_environments_of_its_own_is_converted_and_trains(train, tmp_path, monkeypatch, capsys):
     (tmp_path / "play.py").write_text(SCRIPT)
-    (tmp_path / "tools.jinja").write_text("{% for t in tools %}{{ t.function.name }} {% endfor %}" + TEMPLATE)
+    (tmp_path / "tools.jinja").write_text("{% for t in tools %}{{ t.function.name }} {% endfor %}" + CHATML_CALLS)
     monkeypatch.chdir(tmp_path)
     assert convert(["trl", "play.py", "--bonus", "2"]) == 0
     made = yaml.safe_load(capsys.readouterr().out)
@@ -325,7 +316,7 @@ def test_with_vllm_every_trajectory_is_the_same(train, settings):
     """A turn is a request of its own, with all tokens so far."""
     own = [*settings, f"model.path={POLICY}", f"rollout.stop_token_ids={list(range(20, 90, 6))}"]
     plain, with_vllm = (train(*own, f"rollout.engine={engine}") for engine in ("native", "vllm"))
-    for row, wanted in zip(without_waits(with_vllm), without_waits(plain), strict=True):
+    for row, wanted in zip(rows_of(with_vllm), rows_of(plain), strict=True):
         for name in ("response/tokens", "reward/mean", "environment/turns_mean", "environment/observed_tokens"):
             assert row[name] == wanted[name] > 0, name
         assert row["learner/grad_norm"] == pytest.approx(wanted["learner/grad_norm"], rel=1e-3)

@@ -1,11 +1,10 @@
-"""Whole runs of the real command on Ray: what a user gets, what a resumed run repeats."""
+"""Whole runs of the real command on Ray: what a user gets."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,44 +14,21 @@ from tests.forks import run_module
 from tests.observe.logged import undescribed
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_run, sums_file) -> list[str]:
-    """A run of seconds in 2 rollout workers and 2 learner ranks."""
-    evaluation = [f"data.eval_source={sums_file}", "run.eval_prompts=2", "run.eval_every=0"]
-    return [*tiny_run, *evaluation, "run.checkpoint_every=1", "cluster.rollout_workers=2", "cluster.learner_ranks=2"]
-
-
-def command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "infsample_rl.main", *arguments]
-
-
-def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    done = run_module("infsample_rl.main", arguments, cwd, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done
-
-
 def metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-MEASURED = ("timing/", "memory/", "cluster/", "predictor/", "rollout/")  # by processes, of themselves
-
-
-def without_timing(rows: list[dict]) -> list[dict]:
-    """What is the same in every run of the same settings."""
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
-
-
 @pytest.fixture(scope="module")
-def finished(settings, tmp_path_factory) -> tuple[Path, str]:
-    """One finished run, started from a directory that has nothing to do with the checkout.
+def finished(command, sums_file, tmp_path_factory) -> tuple[Path, str]:
+    """One finished run in 2 rollout workers and 2 learner ranks, started from a directory that has nothing to do with
+    the checkout.
 
-    One slot and longer samples: with token_budget the four samples of so small a group would end in the same step.
+    One slot: with token_budget the four samples of so small a group would end in the same step.
     """
     cwd = tmp_path_factory.mktemp("elsewhere")
-    one_by_one = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.max_new_tokens=48"]
-    as_a_user = command([*settings, *one_by_one, "run.dir=my run", "objective=default"])
+    own = f"data.eval_source={sums_file} run.eval_prompts=2 run.eval_every=0 run.checkpoint_every=1 objective=default"
+    own += " cluster.rollout_workers=2 cluster.learner_ranks=2 rollout.schedule=arrival rollout.slots=1"
+    as_a_user = command(Path("my run"), *own.split())
     done = subprocess.run(as_a_user, cwd=cwd, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return cwd / "my run", done.stdout
@@ -136,24 +112,7 @@ def test_completions_are_kept_with_their_rewards(finished):
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_equals_never_stopped_over_the_epoch_boundary(settings, tmp_path):
-    """8 rows, 3 prompts a step: the first epoch ends inside step 3."""
-    deterministic = [*settings, "run.deterministic=true"]
-    run([*deterministic, "run.steps=4", "run.dir=whole"], tmp_path)
-    run([*deterministic, "run.steps=2", "run.dir=parts", "run.eval_prompts=0"], tmp_path)
-    (tmp_path / "parts" / "metrics.jsonl").open("a").write(
-        '{"step": 3, "reward/mean": 9.0}\n{"step": 4, "rew'
-    )  # a step that was lost, and a torn line
-    run([*deterministic, "run.steps=4", "run.dir=parts"], tmp_path)
-    whole, parts = without_timing(metrics(tmp_path / "whole")), without_timing(metrics(tmp_path / "parts"))
-    assert parts == whole[1:]
-    for name in ("model.safetensors",):
-        last = [(tmp_path / side / "checkpoints" / "step_000004" / name).read_bytes() for side in ("whole", "parts")]
-        assert last[0] == last[1]
-
-
-@pytest.mark.slow
-def test_a_broken_reward_is_counted_and_the_run_goes_on(settings, tmp_path):
+def test_a_broken_reward_is_counted_and_the_run_goes_on(train, tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text(
         "import os\n"
@@ -164,43 +123,27 @@ def test_a_broken_reward_is_counted_and_the_run_goes_on(settings, tmp_path):
         "    if value % 5 == 2: return [float('nan')] * len(completions)\n"
         "    return [float(len(text) % 2) for text in completions]\n"
     )
-    arguments = [*settings, f"reward.functions=[{{name: '{bad}:bad'}}]", "run.dir=out", "run.eval_prompts=0"]
-    done = run(arguments, tmp_path)
-    rows = metrics(tmp_path / "out")
-    assert sum(row["reward/failed"] for row in rows) > 0 and "bad" in done.stdout
+    rows, log, folder = train(f"reward.functions=['{bad}:bad']", "run.checkpoint_every=1")
+    assert sum(row["reward/failed"] for row in rows) > 0 and "bad" in log
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["predictor/used"] == 0 and row["predictor/seconds"] >= 0 for row in rows), (
-        "so little cannot be fitted"
-    )
-    assert (tmp_path / "out" / "checkpoints" / "step_000002" / "length_probe.npz").is_file()
+    fitted = [(row["predictor/used"], row["predictor/seconds"] >= 0) for row in rows]
+    assert fitted == [(0, True)] * 2, "so little cannot be fitted"
+    assert (folder / "checkpoints" / "step_000002" / "length_probe.npz").is_file()
 
 
 @pytest.mark.slow
 def test_the_papers_experiment_takes_a_real_step_with_only_model_data_and_devices_overridden(tiny_qwen3, tmp_path):
     rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    devices = [
-        "cluster.rollout_workers=2",
-        "cluster.rollout_gpus=0",
-        "cluster.learner_ranks=1",
-        "cluster.learner_gpus=0",
-        "cluster.reference_gpus=0",
-    ]
-    process = subprocess.Popen(
-        command(
-            ["+experiment=math_qwen3_8b_paper", f"model.path={tiny_qwen3}", "data.source=problems.jsonl", *devices]
-        ),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    output, _ = process.communicate(timeout=580)
-    assert process.returncode == 0, output[-3000:]
+    devices = "cluster.rollout_workers=2 cluster.rollout_gpus=0 cluster.learner_ranks=1 cluster.learner_gpus=0"
+    arguments = ["+experiment=math_qwen3_8b_paper", f"model.path={tiny_qwen3}", "data.source=problems.jsonl"]
+    arguments += [*devices.split(), "cluster.reference_gpus=0"]
+    done = run_module("infsample_rl.main", arguments, tmp_path, timeout=580)
+    assert done.returncode == 0, done.stdout[-3000:]
     (run_dir,) = (tmp_path / "runs").iterdir()
     (row,) = [row for row in metrics(run_dir) if row["step"] == 1]
     assert row["response/tokens"] > 0 and row["rollout/peak_kv_bytes"] <= row["rollout/kv_pool_bytes"]
-    assert "waiting prefixes stay while pages allow" in output
+    assert "waiting prefixes stay while pages allow" in done.stdout
     said = (run_dir / "run.log").read_text()
     assert "frozen; lengths: all equal until" in said, "that no trained predictor was given is said"
 
@@ -222,7 +165,9 @@ def test_two_sources_of_an_experiment_train_each_with_its_own_reward(tmp_path):
         "run: {steps: 2, eval_prompts: 2, eval_every: 1}\n"
         "logging: {wandb: disabled, completions_per_step: 8}\n"
     )
-    done = run(["--config-dir", "mine", "+experiment=mixed", "run.dir=out"], tmp_path)
+    arguments = ["--config-dir", "mine", "+experiment=mixed", "run.dir=out"]
+    done = run_module("infsample_rl.main", arguments, tmp_path, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:]
     rows = metrics(tmp_path / "out")
     assert [row["step"] for row in rows] == [0, 1, 2] and not undescribed(name for row in rows for name in row)
     for row in rows:
