@@ -82,7 +82,7 @@ def test_the_newest_checkpoint_is_torn_where_there_is_an_older_one(tmp_path):
 
 def test_every_phase_that_is_aimed_at_is_one_that_the_code_has():
     code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    named = set(re.findall(r'phase\("(\w+)"\)', code)) | set(re.findall(r'_be_called\(b"(\w+)"\)', code))
+    named = set(re.findall(r'phase\("(\w+)"\)', code)) | set(re.findall(r'prctl\(NAME, b"(\w+)"\)', code))
     named.add(ENVIRONMENT.decode())
     assert {phase for _, phase in PHASES} <= named and {cell.phase for cell in CELLS} <= named
 

@@ -838,6 +838,7 @@ def test_every_setting_is_read_somewhere():
     read = {(ast.unparse(node.value).rpartition(".")[2].strip("_"), node.attr) for node in nodes}
     settings = {(section, spec.name) for section, kind in SECTIONS.items() for spec in dataclasses.fields(kind)}
     by_properties = {("run", "deterministic"), ("data", "eval_source"), ("learner", "lora_publish")}
+    by_properties |= {("objective", "distill_top_k")}
     alone = {
         "rollout": "prefix_tokens epsilon kv_budget_tokens preemption",
         "environment": "tools max_turns straggler_s",
