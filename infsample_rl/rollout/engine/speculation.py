@@ -28,13 +28,10 @@ FORGET = 0.98  # of what steps took, at every step
 FIRST_COST = 0.1  # of a query beside a step of one, before any was measured
 LAUNCHED_AHEAD = 0.9  # of a step's seconds, where it could be launched before the one before is read (H200)
 LOSS = 0.01  # of all seconds that drafting, and looking for drafts, may lose
-AT_FIRST = 0.15  # of a step: what a call may lose beside that
-STAKE = 0.35  # of a step: what a step's drafts may lose if all are wrong, where less was saved
 MOST_SAVED = 8  # steps whose seconds may be lost again after drafts have gained them
 FEW_STEPS = 8  # of which nothing is concluded
 MANY_STEPS = 64  # of as many queries, after which older ones count less
 MOST_BESIDE = 0.5  # that a step may lie beside the line
-FORGET_LOSS = 0.999  # of what the last look lost, at every step of a rest
 LEAST = 0.5  # of the chance that pays by the line, below which a draft is not looked at
 
 
@@ -70,20 +67,16 @@ class StepCost:
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, Q, Q^2, seconds, Q x seconds
-        self._beside: dict[int, list[float]] = {}  # of Q that were run: steps, share
+        self._beside: defaultdict[int, list[float]] = defaultdict(lambda: [FEW_STEPS, 0.0])  # of Q: steps, share
         self._left_out = 0  # steps one after another
 
-    def add(self, queries: int, seconds: float) -> float:
-        """A step has taken so long; the seconds that its queries are to answer for.
-
-        One that took several times what it should is left out: something else ran, which would have run beside any
-        step, or was compiled for so many queries, as for a graph that is captured at the first. All before are
-        forgotten after one that took far less, or several that took far more.
-        """
+    def add(self, queries: int, seconds: float) -> None:
+        """A step has taken so long. One that took several times what it should is left out: something else ran, or was
+        compiled. All before are forgotten after one that took far less, or several that took far more."""
         is_late = self._sums[0] > FEW_STEPS and seconds > 4 * self.of(queries)
         self._left_out = self._left_out + 1 if is_late else 0
         if is_late and self._left_out < FEW_STEPS:
-            return self.of(queries) if queries in self._beside else seconds
+            return
         if is_late or (self._sums[0] and self.of(queries) > 4 * seconds):
             self._sums, self._left_out = [0.0] * 5, 0
             self._beside.clear()
@@ -91,10 +84,9 @@ class StepCost:
         self._sums = [FORGET * old + each for old, each in zip(self._sums, new, strict=True)]
         base, slope = self._line()
         share = min(max(seconds / (base + slope * queries) - 1, -MOST_BESIDE), MOST_BESIDE)
-        beside = self._beside.setdefault(queries, [FEW_STEPS, 0.0])
+        beside = self._beside[queries]
         beside[0] = min(beside[0] + 1, MANY_STEPS)
         beside[1] += (share - beside[1]) / beside[0]
-        return self.of(queries)
 
     def of(self, queries: int) -> float:
         """Seconds of a step of so many queries, > 0."""
@@ -102,8 +94,8 @@ class StepCost:
 
     def of_each(self, queries: Iterable[int]) -> list[float]:
         """Seconds of steps of so many queries."""
-        (base, slope), beside, on_the_line = self._line(), self._beside, (0.0, 0.0)
-        return [(base + slope * each) * (1 + beside.get(each, on_the_line)[1]) for each in queries]
+        (base, slope), beside = self._line(), self._beside
+        return [(base + slope * each) * (1 + beside[each][1]) for each in queries]
 
     def of_query(self) -> float:
         """Seconds that one more takes, by the line."""
@@ -124,11 +116,7 @@ class StepCost:
 
 
 class Speculation:
-    """Drafts for the rows of one engine's calls.
-
-    Each call has an account, in seconds: it may lose LOSS of them, AT_FIRST of a step, and what drafts have gained
-    in it. It rests while it could not pay for another look that loses what the last one lost.
-    """
+    """Drafts for the rows of one engine's calls."""
 
     def __init__(self, kernels: Kernels, drafts: int | None, *, holds_up: bool = False) -> None:
         """`drafts`: for every row and step, where so many are found; None: as many as pay. `holds_up`: steps could be
@@ -139,23 +127,15 @@ class Speculation:
         self._cost = StepCost()
         self._started = 0.0
         self._found_now: list[Found] = []
-        self._saved = 0.0  # seconds that the call may lose, and those gained by drafts, less what looking took
-        self._plain = 0.0  # seconds of the last step that was looked at, had nothing been drafted; 0: none in this call
-        self._lost = 0.0  # seconds that the last look lost: what another may lose; of another call, by looking alone
-        self._looking = 0.0  # seconds that looking took the last time
-        self._was_long = False  # whether those were more than a step's
+        self._saved = 0.0  # seconds that drafts have gained, less what looking for them took, within bounds
+        self._plain = 0.0  # seconds of the last step that was looked at, had nothing been drafted
+        self._was_long = False  # whether its drafts took more than that
         self.seconds_of_drafts = 0.0  # what drafts took of the last step, beside the model's
 
     def rest(self) -> bool:
-        """Asked before every step: whether nothing is drafted for it, since a look may lose too much.
-
-        A call's first step is taken: nothing is looked up for it, and it says what a step takes.
-        """
+        """Asked before every step: whether nothing is drafted for it, since more was lost than may be."""
         self._saved += LOSS * self._plain
-        if self._drafts is not None or not self._plain or self._saved >= self._lost:
-            return False
-        self._lost *= FORGET_LOSS
-        return True
+        return self._drafts is None and self._saved < 0
 
     def drafts_of(self, rows: Sequence[Sample], planner: StepPlanner) -> list[list[int]] | None:
         """The tokens drafted for every row of a step, whose KV has pages; None where nothing is drafted."""
@@ -165,7 +145,7 @@ class Speculation:
             return None
         self._found_now = found = [Found(sample, len(sample.tokens), *self._find(sample)) for sample in rows]
         if self._drafts is None:
-            counts = self._paying(found, room, max(self._saved - self._lost, STAKE * self._plain))
+            counts = self._paying(found, room)
         else:
             counts = shared_out([len(each.tokens) for each in found], room)
         drafts = []
@@ -175,14 +155,12 @@ class Speculation:
         return drafts if any(drafts) else None
 
     def end(self, samples: Sequence[Sample]) -> float:
-        """These samples have ended; seconds that it takes to keep them, which a rest takes too."""
+        """These samples have ended; the seconds that it takes to keep them."""
         started = time.perf_counter()
         for sample in samples:
             self.drafter.end(sample)
             self._skill.pop(sample, None)
-        seconds = time.perf_counter() - started
-        self._saved -= min(seconds, self._plain)  # longer when something else ran
-        return seconds
+        return time.perf_counter() - started
 
     def end_step(self, rows: int, queries: int, tokens: int) -> None:
         """A step that drafts_of() began is read: it had so many rows and queries and gave so many tokens.
@@ -190,28 +168,21 @@ class Speculation:
         What was found is judged by what was drawn, whether it was run or not.
         """
         read = time.perf_counter()
-        took = self._cost.add(queries, read - self._started - self.seconds_of_drafts)
-        has_looked = any(each.start for each in self._found_now)
+        self._cost.add(queries, read - self._started - self.seconds_of_drafts)
         self._judge()
         self.seconds_of_drafts += time.perf_counter() - read
-        alone = self._cost.of(rows)
-        plain = alone * (LAUNCHED_AHEAD if self._holds_up else 1.0)
-        if not self._plain:  # of a call that begins
-            self._saved = AT_FIRST * plain
-        self._plain, looking = plain, self.seconds_of_drafts
-        is_long = looking > plain
-        if is_long and not self._was_long:  # the first: something else ran
+        plain = self._plain = self._cost.of(rows) * (LAUNCHED_AHEAD if self._holds_up else 1.0)
+        looking, was_long = self.seconds_of_drafts, self._was_long
+        self._was_long = looking > plain
+        if self._was_long and not was_long:  # the first: something else ran
             looking = plain
-        gained = tokens / rows * plain - (took if queries > rows else alone) - looking
-        if has_looked:
-            self._lost, self._looking, self._was_long = max(0.0, -gained), looking + alone - plain, is_long
-        self._saved = min(self._saved + gained, MOST_SAVED * plain)
+        self._saved += tokens / rows * plain - self._cost.of(queries) - looking
+        self._saved = min(self._saved, MOST_SAVED * plain)
 
     def close(self) -> None:
-        """A call has ended: the next one loses, or gains, by itself."""
+        """A call has ended."""
         self._skill.clear()
         self._found_now = []
-        self._plain, self._lost = 0.0, min(self._lost, self._looking)
         self.drafter.close()
 
     def _judge(self) -> None:
@@ -229,10 +200,9 @@ class Speculation:
             return [], []
         return self.drafter.draft(sample, MOST_DRAFTS if self._drafts is None else self._drafts)
 
-    def _paying(self, found: Sequence[Found], room: int, stake: float = math.inf) -> list[int]:
-        """Of all drafted tokens, the likeliest first, as many as give the most tokens a second, and beyond the fewest
-        that pay no more than lose `stake` seconds if all are wrong. A row that is expected to have more left than the
-        others counts for more: it sets the end."""
+    def _paying(self, found: Sequence[Found], room: int) -> list[int]:
+        """Of all drafted tokens, the likeliest first, as many as give the most tokens a second. A row that is expected
+        to have more left than the others counts for more: it sets the end."""
         left = [max(1.0, (sample.predicted or 0.0) - sample.num_tokens) for sample, *_ in found]
         known = [each for each, (sample, *_) in zip(left, found, strict=True) if sample.predicted is not None]
         mean = sum(known) / len(known) if known else 1.0
@@ -249,11 +219,11 @@ class Speculation:
                 offers.append((chance * weight, row))
         offers = sorted(offers, reverse=True)[:room]
         costs = self._cost.of_each(range(len(found), len(found) + len(offers) + 1))
-        best, many, most = tokens / costs[0], 0, costs[0] + stake
+        best, many = tokens / costs[0], 0
         for number, ((worth, _), seconds) in enumerate(zip(offers, costs[1:], strict=True), 1):
             tokens += worth
-            if tokens / seconds > best and (not many or seconds <= most):
-                best, many, most = tokens / seconds, number, max(most, seconds)
+            if tokens / seconds > best:
+                best, many = tokens / seconds, number
         for _, row in offers[:many]:
             counts[row] += 1
         return counts

@@ -129,7 +129,7 @@ def test_looking_and_drafting_lose_little_where_they_do_not_pay(decode, monkeypa
 
     monkeypatch.setattr(speculation, "_judge", judge_slowly)
     decode(speculation, lambda queries: 0.1 + 0.001 * queries, right=0.95, steps=100)
-    _, took = decode(speculation, lambda queries: 0.1 + 0.001 * queries, right=0.0, looking=looking, steps=1000)
+    _, took = decode(speculation, lambda queries: 0.1 + 0.001 * queries, right=0.0, looking=looking, steps=2000)
     rested = sum(each == pytest.approx(0.104) for each in took)
     lost = sum(took) - 0.104 * len(took) + (0.0104 * (len(took) - rested) if holds_up else 0.0)
     assert lost < 0.02 * 0.104 * len(took)
