@@ -29,13 +29,12 @@ def decode_on(
     right: float,
     looking: float = 0.0,
     steps: int = 400,
-    seed: int = 0,
-) -> tuple[list[int], list[float], list[int]]:
-    """Four rows, of which a share repeats itself; queries, seconds and tokens of every step. `seconds` of so many
+) -> tuple[list[int], list[float]]:
+    """Four rows, of which a share repeats itself; queries and seconds of every step. `seconds` of so many
     queries; `looking` for drafts takes more."""
     group = PromptGroup(0, [1, 2, 3], [0, 1, 2, 3], GroupSettings("arrival", 4, 4), lambda index: index)
     rows = [Sample(group, index, index, 0) for index in range(4)]
-    chance, queries, took, gave = random.Random(seed), [], [], []
+    chance, queries, took = random.Random(0), [], []
 
     def draft(*given):
         clock.now += looking / len(rows)
@@ -58,5 +57,4 @@ def decode_on(
         if not rests:
             speculation.end_step(len(rows), queries[-1], tokens)
         took.append(clock.now - began)
-        gave.append(tokens)
-    return queries, took, gave
+    return queries, took

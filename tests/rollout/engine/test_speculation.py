@@ -99,7 +99,7 @@ def decode(monkeypatch):
     """Decodes four rows on a clock of its own (tests/drafting.py)."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(speculation_module, "time", clock)
-    return lambda *given, **options: decode_on(clock, *given, **options)[:2]
+    return lambda *given, **options: decode_on(clock, *given, **options)
 
 
 @pytest.mark.parametrize(
