@@ -47,8 +47,11 @@ from infsample_rl.plan.processes import plan_role
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, SampleSpec, TrainingSample
 
-# Random tokens are far from what any policy samples, and no check of that may stop the measurement.
-ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "cluster.learner_ranks=1")
+# One step is sampled; and random tokens are far from what any policy samples, which may not stop the measurement.
+ALWAYS = (
+    *("run.steps=1", "learner.warmup_steps=0", "cluster.learner_ranks=1"),
+    *("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9"),
+)
 TIMEOUT_S = 1800.0
 TOY = {
     "num_hidden_layers": 1,

@@ -337,7 +337,7 @@ def test_the_largest_settings_that_fit_run_in_memory_that_the_kernel_limits_and_
     sizes = {"hidden_size": 416, "num_hidden_layers": 6, "intermediate_size": 1100, "num_attention_heads": 13}
     path = save_policy(tmp_path / "model", "llama", 6000, **sizes, head_dim=32, tie_word_embeddings=False)
     shared = [f"model.path={path}", "data.max_prompt_tokens=48", "rollout.max_new_tokens=80"]
-    shared += ["data.prompts_per_step=2", "run.eval_prompts=0"]
+    shared += ["data.prompts_per_step=2", "run.eval_prompts=0", "run.steps=1", "learner.warmup_steps=0"]
 
     def row(room, config, model):
         return largest_row(config, model, room)
