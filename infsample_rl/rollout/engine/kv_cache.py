@@ -19,6 +19,7 @@ from infsample_rl.types import MaybeNone
 LARGEST = 127.0  # what a scale's largest |value| is stored as; -128 is not used
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a page of zeros; 0 / 0 would be NaN
 ROUNDED_UP = 1 + 2**-8  # times a number is at least that number in bfloat16
+CGROUP = Path("/sys/fs/cgroup")  # of the container that this process runs in, if any
 
 
 class PagedKV:
@@ -204,7 +205,7 @@ def total_bytes(device: torch.device) -> int:
     """Memory of the GPU, or of the machine or the container that this process runs in."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    total, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
+    total, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CGROUP / "memory.max"
     text = limit.read_text().strip() if limit.exists() else "max"
     return total if text == "max" else min(total, int(text))
 
@@ -219,9 +220,11 @@ def free_bytes(device: torch.device, gpu_part: float = 1.0) -> int:
         return free if gpu_part == 1 else min(free, int(gpu_part * total) - torch.cuda.memory_reserved(device))
     with open("/proc/meminfo") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
-    if os.path.exists(limit):
-        with open(limit) as most, open(used) as now:
-            text = most.read().strip()
-            return available if text == "max" else min(available, int(text) - int(now.read()))
-    return available
+    limit = CGROUP / "memory.max"
+    text = limit.read_text().strip() if limit.exists() else "max"
+    if text == "max":
+        return available
+    kinds = dict(map(str.split, (CGROUP / "memory.stat").read_text().splitlines()))
+    # a container counts the files that it has read, which are forgotten where somebody needs the memory
+    used = int((CGROUP / "memory.current").read_text()) - int(kinds["inactive_file"])
+    return min(available, int(text) - used)

@@ -16,7 +16,7 @@ import torch
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.rollout.engine import engine_pool, parked_kv
-from infsample_rl.rollout.engine.kv_cache import free_bytes
+from infsample_rl.rollout.engine.kv_cache import free_bytes, total_bytes
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from tests import engines
 from tests.engines import greedy, tokens_of
@@ -300,3 +300,17 @@ def test_of_a_part_of_a_gpu_what_others_have_not_taken_yet_is_not_free(monkeypat
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 5)
     cuda = torch.device("cuda")
     assert [free_bytes(cuda, part) for part in (1.0, 0.5, 0.95)] == [70, 35, 70]
+
+
+def test_of_a_containers_memory_files_that_were_read_and_can_be_forgotten_are_free(monkeypatch, tmp_path):
+    monkeypatch.setattr("infsample_rl.rollout.engine.kv_cache.CGROUP", tmp_path)
+    for name, text in {
+        "memory.max": "9000000\n",
+        "memory.current": "8000000\n",
+        "memory.stat": "anon 2000000\nfile 6000000\nactive_file 1000000\ninactive_file 5000000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    cpu = torch.device("cpu")
+    assert free_bytes(cpu) == 6_000_000 and total_bytes(cpu) == 9_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(cpu) > 6_000_000 and total_bytes(cpu) > 9_000_000
