@@ -70,7 +70,7 @@ class EnvironmentHost:
     def __init__(self, config: Config, python: str = sys.executable) -> None:
         """As EnvironmentServer."""
         self._config, self._episodes = config.environment, dict[Hashable, _Episode]()
-        self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any], float]] = queue.SimpleQueue()
         self.num_replies = 0
         self._start, self._starting = partial(EnvironmentServer, config, python), threading.Lock()
         self._server, self._is_closed = self._start(), False
@@ -80,8 +80,8 @@ class EnvironmentHost:
         self._closing, self._closed_by = ThreadPoolExecutor(self._config.workers), math.inf
 
     def ask(self, key: Hashable, request: Request, before: Sequence[Answered] = ()) -> None:
-        """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
-        (key, {"failed": why}). `before`: what one that has no process yet does first, where it may have a state."""
+        """Ask the environment of `key` for what environment_process serves; (key, its reply or {"failed": why}, time)
+        comes into `answers`. `before`: what one that has no process yet does first, where it may have a state."""
         episode = self._episodes[key]
         episode.called_at = None
         self._threads.submit(self._answer, key, episode, request, list(before))
@@ -138,7 +138,7 @@ class EnvironmentHost:
             found = {"failed": " ".join(said.split())}
             self.num_replies += 1
         if self._episodes.get(key) is episode:
-            self.answers.put((key, found))
+            self.answers.put((key, found, time.monotonic()))
         else:  # it was ended while it was asked, maybe before its process was there
             self._end(episode)
 

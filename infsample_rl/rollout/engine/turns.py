@@ -29,7 +29,7 @@ class Turns(Protocol):
         on."""
 
     def take(self, *, wait_s: float) -> list[Answer]:
-        """What has been answered since the last time, in the order of samples; waits so long for the first."""
+        """What has been answered since the last time; waits so long for the first."""
 
     def close(self) -> None:
         """The call is over: what has not been answered is not wanted."""

@@ -27,7 +27,7 @@ class Environments(Protocol):
 
     form: str  # "tools", "actions" or "program"
     tools: dict[str, list[dict[str, Any]]]  # by the names of environments
-    answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
+    answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any], float]]  # each with its time.monotonic()
     num_replies: int  # grows with all that environments say, also before a request is answered
 
     def open(self, key: Hashable, start: EpisodeStart) -> None:
@@ -86,7 +86,7 @@ class Episodes:
         `records`: what was answered before, and where answers are kept."""
         self._environments, self._templates, self._config, self._starts = environments, templates, config, starts
         self._tokenizer, self._records = next(iter(templates.values())).tokenizer, records
-        self._recorded: list[tuple[int, dict[str, Any]]] = []  # answers of keys that stood in the records
+        self._recorded: list[tuple[int, dict[str, Any], float]] = []  # answers of keys that stood in the records
         self._of_sample, self._of_key = dict[Sample, _State](), dict[Hashable, _State]()
         self._of_programs = dict[int, TurnTemplate]()  # by prompt_index
         self._ready: list[Answer] = []  # answered without an environment
@@ -191,7 +191,7 @@ class Episodes:
             found = self._records.find(self._place(state), state.request)
         if found is not None:
             state.replayed.append((state.request, found))
-            self._recorded.append((state.key, found))
+            self._recorded.append((state.key, found, 0.0))
         elif state.is_live:
             self._environments.ask(state.key, state.request)
         else:
@@ -203,12 +203,12 @@ class Episodes:
         prompt = state.sample.group.prompt_index
         return prompt, state.sample.sample_index, self._starts[prompt].seed, state.asked
 
-    def _hear(self, key: Hashable, reply: dict[str, Any]) -> None:
-        """A reply; one to a call that is over is not wanted."""
+    def _hear(self, key: Hashable, reply: dict[str, Any], replied_at: float) -> None:
+        """A reply, which may have waited for the engine; one to a call that is over is not wanted."""
         state = self._of_key.get(key)
         if state is None:
             return
-        state.waited_s, state.is_asked = state.waited_s + self._call_s(state), False
+        state.waited_s, state.is_asked = state.waited_s + self._call_s(state, replied_at), False
         if state.is_live and self._records is not None:
             self._records.add(self._place(state), state.request, reply)
         limit, goes_on = self._config.straggler_s, "said" in reply and not (reply.get("ended") or state.is_last)
@@ -237,16 +237,15 @@ class Episodes:
         else:
             self._observe_tools(state, reply["said"], reply.get("lists", {}))
 
-    def _call_s(self, state: _State) -> float:
-        """How long its call has taken; that it waited for others' is not its own."""
+    def _call_s(self, state: _State, until: float) -> float:
+        """How long its call has taken by then; that it waited for others' is not its own."""
         began = self._environments.called_at(state.key) if state.is_live else None
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else until - began
 
     def _end_stragglers(self, limit: float) -> None:
         """Those whose call goes on above the limit; the last one, as for a reward, may take as much by itself."""
         for state in [each for each in self._of_key.values() if each.is_live and each.is_asked]:
-            call_s = self._call_s(state)
-            if call_s + (0.0 if state.is_last else state.waited_s) <= limit:
+            if (call_s := self._call_s(state, time.monotonic())) + (0.0 if state.is_last else state.waited_s) <= limit:
                 continue
             state.waited_s, state.is_straggler = state.waited_s + call_s, True
             if self._environments.form == "actions":

@@ -38,6 +38,9 @@ class Host:
     def called_at(self, key):
         return self.began[key]
 
+    def reply(self, key, reply):
+        self.answers.put((key, reply, episodes_module.time.monotonic()))
+
     def end(self, key):
         self.ended.append(key)
 
@@ -65,7 +68,7 @@ def sampled(tokenizer, text, sample=None):
 
 def answered(episodes, host, reply):
     """What the engine is given once the first trajectory's environment has replied."""
-    host.answers.put((0, reply))
+    host.reply(0, reply)
     [answer] = episodes.take(wait_s=0)
     return answer
 
@@ -242,7 +245,7 @@ def test_a_program_that_waits_for_a_turn_without_room_is_told_and_gives_its_rewa
     episodes, host, tokenizer = make("program")
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
-    host.answers.put((0, {"said": "a wall", "reward": 0.0, "ended": False}))
+    host.reply(0, {"said": "a wall", "reward": 0.0, "ended": False})
     episodes.take(wait_s=0)
     episodes.end(sample, "length")
     none = ([], [], "length", 1 + len(sample.tokens), 0)
@@ -271,18 +274,18 @@ def test_a_trajectory_that_has_waited_too_long_gets_no_further_turn(form, monkey
     for seconds in (3.0, 3.0):
         episodes.end(sample, "stop")
         clock[0] += seconds
-        host.answers.put((0, reply))
+        host.reply(0, reply)
         found = episodes.take(wait_s=0)
         for answer in found:
             sample.tokens.extend(answer.observed)
         sampled(tokenizer, "right<|im_end|>" if acts else CALL, sample)
     if not acts:
         assert found == [] and host.asked[-1][:2] == (0, "reward")
-        host.answers.put((0, {"reward": 0.5}))
+        host.reply(0, {"reward": 0.5})
         found = episodes.take(wait_s=0)
     if form == "program":  # whose reward comes with its end
         assert found == [] and host.asked[-1] == (0, "act", None, True)
-        host.answers.put((0, {"said": "", "reward": 0.5, "ended": True}))
+        host.reply(0, {"said": "", "reward": 0.5, "ended": True})
         found = episodes.take(wait_s=0)
         assert found[0].episode.turn_rewards == [0.0, 0.5]
     [answer] = found
@@ -319,11 +322,28 @@ def test_a_call_that_goes_on_for_too_long_is_cut_and_one_that_waits_for_its_turn
     assert form != "actions" or episode.turn_rewards == [0.25, 0.0]
 
 
+def test_that_a_reply_waits_for_the_engine_is_not_its_environments_time(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(episodes_module.time, "monotonic", lambda: clock[0])
+    episodes, host, tokenizer = make("actions", straggler_s=5.0)
+    sample = sampled(tokenizer, "left<|im_end|>")
+    episodes.end(sample, "stop")
+    clock[0] += 1.0
+    host.reply(0, {"said": "a wall", "reward": 0.25, "ended": False})
+    clock[0] += 60.0  # a learner's row has the device
+    [answer] = episodes.take(wait_s=0)
+    sample.tokens.extend(answer.observed)
+    episodes.end(sampled(tokenizer, "right<|im_end|>", sample), "stop")
+    clock[0] += 2.0
+    episode = answered(episodes, host, {"said": "out", "reward": 1.0, "ended": True}).episode
+    assert (episode.waited_s, episode.reward, episode.is_straggler) == (3.0, 1.25, False)
+
+
 def test_an_observation_that_had_no_room_is_no_turn():
     episodes, host, tokenizer = make("actions")
     sample = sampled(tokenizer, "left<|im_end|>")
     episodes.end(sample, "stop")
-    host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
+    host.reply(0, {"said": "a wall", "reward": 0.25, "ended": False})
     [unfit] = episodes.take(wait_s=0)
     episodes.end(sample, "length")
     [answer] = episodes.take(wait_s=0)
@@ -342,7 +362,7 @@ def test_the_next_call_does_not_take_an_answer_to_one_before():
     before, host, tokenizer = make()
     before.end(sampled(tokenizer, CALL), "stop")
     [(key, *_)] = host.asked
-    host.answers.put((key, {"said": ["late"], "failed": 0}))  # and the call is halted before it is read
+    host.reply(key, {"said": ["late"], "failed": 0})  # and the call is halted before it is read
     before.close()
     after = Episodes(host, before._templates, before._config, before._starts)
     after.end(sampled(tokenizer, CALL), "stop")
@@ -353,7 +373,7 @@ def test_an_answer_to_a_call_that_is_over_is_not_wanted():
     episodes, host, tokenizer = make()
     episodes.end(sampled(tokenizer, CALL), "stop")
     episodes.close()
-    host.answers.put((0, {"said": ["late"], "failed": 0}))
+    host.reply(0, {"said": ["late"], "failed": 0})
     assert host.ended == [0] and episodes.take(wait_s=0) == []
 
 
@@ -368,7 +388,7 @@ def test_a_trajectory_that_is_sampled_again_takes_its_answers_from_the_records_a
             before = len(host.asked)
             episodes.end(sample, "stop")
             for key, *_ in host.asked[before:]:
-                host.answers.put((key, replies[turn]))
+                host.reply(key, replies[turn])
             [answer] = episodes.take(wait_s=0)
             sample.tokens.extend(answer.observed)
         episodes.close()
