@@ -25,8 +25,7 @@ from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, Parking
 
 CHUNK_BYTES = 2**26  # of pinned memory at a time: torch rounds every piece up to a power of two
-# of what is free when a pool is allocated: in host memory for all workers together, or on the disk
-SHARE_OF_FREE = 0.5
+SHARE_OF_FREE = 0.5  # of what is free when a pool is allocated, in host memory or on the disk, for all workers together
 
 
 class ParkedInMemory(Parking):
@@ -36,7 +35,7 @@ class ParkedInMemory(Parking):
 
     def __init__(self, kv: PagedKV, sharers: int = 1) -> None:
         """`sharers`: workers that park KV in this memory, which has no more for all of them."""
-        super().__init__(_most_pages(kv, free_bytes(torch.device("cpu")) // sharers))
+        super().__init__(_most_pages(kv, free_bytes(torch.device("cpu")), sharers))
         self._parts, self._is_cuda = kv.parts, kv.device.type == "cuda"
         self._pages_of_chunk = max(1, CHUNK_BYTES // kv.page_bytes)
         self._places: dict[Hashable, list[list[Tensor]]] = {}  # of its pages; of every page one of each part's size
@@ -80,10 +79,11 @@ class ParkedInMemory(Parking):
 class ParkedInFile(Parking):
     """KV of preempted samples and their prompts in a file without a name, which grows to what they need at a time."""
 
-    def __init__(self, kv: PagedKV, folder: str) -> None:
-        """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
+    def __init__(self, kv: PagedKV, folder: str, sharers: int = 1) -> None:
+        """`sharers`: as ParkedInMemory's. ValueError for a folder that is missing, cannot be written to or is itself in
+        memory."""
         check_disk_folder("rollout.preemption", folder)
-        super().__init__(_most_pages(kv, shutil.disk_usage(folder).free))
+        super().__init__(_most_pages(kv, shutil.disk_usage(folder).free, sharers))
         self._file, self._folder = tempfile.TemporaryFile(dir=folder, buffering=0), folder
         self._page = [torch.empty(part[:, 0].shape, dtype=part.dtype) for part in kv.parts]
         self._buffers: list[Any] = [part.view(torch.uint8).numpy() for part in self._page]
@@ -169,8 +169,8 @@ class ParkedInFile(Parking):
 ParkedKV = ParkedInMemory | ParkedInFile
 
 
-def _most_pages(kv: PagedKV, free: int) -> int:
-    return min(MOST_POOLS * kv.num_pages, int(SHARE_OF_FREE * free) // kv.page_bytes)
+def _most_pages(kv: PagedKV, free: int, sharers: int) -> int:
+    return min(MOST_POOLS * kv.num_pages, int(SHARE_OF_FREE * free) // sharers // kv.page_bytes)
 
 
 def check_parking(config: RolloutConfig, device: torch.device) -> None:
@@ -189,7 +189,7 @@ def open_parking(config: RolloutConfig, kv: PagedKV, sharers: int) -> ParkedKV |
     if _takes_memory(config, kv.device):
         return ParkedInMemory(kv, sharers)
     try:
-        return ParkedInFile(kv, _folder(config))
+        return ParkedInFile(kv, _folder(config), sharers)
     except (OSError, ValueError) as error:
         warnings.warn(f"KV of preempted samples is computed again, not parked: {error}", stacklevel=2)
         return None

@@ -1,5 +1,7 @@
 """KV of preempted samples outside the pool: what comes back is what was put there, in memory and in a file."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -61,11 +63,15 @@ def test_host_memory_grows_to_what_is_parked_at_a_time_alone(monkeypatch):
     assert len(parking._free) == 5
 
 
-def test_workers_of_one_machine_park_in_half_of_its_free_memory_together(make_model, tokenizer, monkeypatch):
-    engine = make_engine(make_model(), tokenizer, kv_budget_tokens=160)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_workers_of_one_machine_park_in_half_of_what_is_free_together(
+    make_model, tokenizer, monkeypatch, disk_folder, in_memory
+):
+    engine = make_engine(make_model(), tokenizer, kv_budget_tokens=160, preemption=str(disk_folder))
     free = 16 * engine.runner.kv.page_bytes
     monkeypatch.setattr(parked_kv, "free_bytes", lambda device: free)
-    monkeypatch.setattr(parked_kv, "_takes_memory", lambda config, device: True)
+    monkeypatch.setattr(parked_kv.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(parked_kv, "_takes_memory", lambda config, device: in_memory)
     engine.pool._sharers = 4
     assert engine.pool.open_parking().most_pages == 2
 
