@@ -111,10 +111,10 @@ class StepPlanner(Residents):
         return plan
 
     def lend_pages(self, sample: Sample, drafts: int) -> int:
-        """Pages that nobody holds for the KV of up to `drafts` tokens drafted for a row of this step, so many as
-        max_new_tokens and its prefix allow; for how many there are. No row gives way for a draft."""
-        size = self.pool.page_size
-        most = min(drafts, (sample.wait_at or self.max_new_tokens) - sample.num_tokens)
+        """Pages that nobody holds for the KV of up to `drafts` tokens drafted for a row of this step, none past the end
+        of its prefix, where it is predicted even if it goes on; for how many there are. No row gives way for one."""
+        size, prefix = self.pool.page_size, sample.group.settings.prefix_tokens
+        most = min(drafts, (prefix if sample.num_tokens <= prefix else self.max_new_tokens) - sample.num_tokens)
         in_tokens = len(sample.pages) * size - (sample.tokens_to_hold - 1)
         lacking = self.pool.pages_for(max(0, most - in_tokens))
         pages = self.pool.take(min(lacking, self.pool.num_free))

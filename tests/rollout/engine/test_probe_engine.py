@@ -132,6 +132,15 @@ def test_drafted_tokens_teach_what_others_do(countdown, tokenizer):
     assert seen.counts.sum() > 0 and seen.xy[:, -1].sum() == pytest.approx(float(states @ logs), rel=1e-3)
 
 
+def test_drafts_lead_no_sample_past_the_end_of_its_prefix_where_a_replay_asks_for_its_length(countdown, tokenizer):
+    """Until predictions are used nobody waits there."""
+    engine = make_engine(countdown, tokenizer, **(SLOTS | {"schedule": "lpt", "speculate": "3"}))
+    sample(engine, 2)  # the second is predicted by what the first has taught
+    assert engine.stats.accepted_tokens > 100 and not engine.lengths.watch.is_used
+    seen = [each for group in engine.lengths.watch._groups.values() for each in group.samples]
+    assert len(seen) == 48 and all(2 in each.predicted for each in seen if each.length > 2)
+
+
 @pytest.mark.parametrize("kind", ["constant", "reversed", "tiny"])
 @pytest.mark.parametrize("settings", [BUDGET, SLOTS | {"schedule": "lpt"}, SLOTS | {"schedule": "fptas"}], ids=str)
 def test_wrong_predictions_change_no_sample_and_end(countdown, tokenizer, kind, settings):
