@@ -139,6 +139,7 @@ def _recording(line: dict[str, Any], place: str) -> Recording:
 
 
 def _check(value: Any, kinds: tuple[type, ...], what: str, name: str) -> None:
-    """ValueError unless `value` is of one of these types, and a count within its bounds."""
-    if type(value) not in kinds or (kinds == (int,) and not 1 <= value <= MOST_TOKENS):
+    """ValueError unless `value` is of one of these types, a count within its bounds, and a list one of token ids."""
+    is_one = type(value) in kinds and (kinds != (int,) or 1 <= value <= MOST_TOKENS)
+    if not is_one or (kinds == (list,) and not all(type(each) is int and 0 <= each < MOST_TOKENS for each in value)):
         raise ValueError(f"{name} must be {what}, got {repr(value)[:60]}")

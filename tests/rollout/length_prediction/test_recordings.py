@@ -59,6 +59,9 @@ def test_a_prompt_may_be_named_by_its_row_and_samples_at_the_cap_without_a_mark_
         ({"truncated": [1, 0]}, "truncated must be true or false, got 1"),
         ({"scores": ["a", 1]}, "scores must be a number or null, got 'a'"),
         ({"first_tokens": [[1], 7]}, "first_tokens must be a list of token ids, got 7"),
+        ({"first_tokens": [[1], ["a"]]}, "first_tokens must be a list of token ids, got ['a']"),
+        ({"token_ids": [[1], [2**31]]}, "token_ids must be a list of token ids, got [2147483648]"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids must be a list of token ids, got [True]"),
         (
             {"predictions": {"probe": [3.0]}},
             "predictions.probe must be a list with an entry for every sample, got [3.0]",
