@@ -103,6 +103,7 @@ def _time(
         rollout.schedule,
         slots=rollout.num_slots,
         prompts_at_once=rollout.most_prompts,
+        epsilon=rollout.epsilon,
         kv_budget_tokens=None if rollout.schedule == "full_group" else pages * rollout.page_size,
         page_size=rollout.page_size,
         prompt_tokens=config.data.max_prompt_tokens,

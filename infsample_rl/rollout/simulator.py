@@ -102,6 +102,7 @@ def simulate_prompts(
     predicted: Sequence[Sequence[float]] | None = None,
     repredicted: Sequence[Repredicted] | None = None,
     prefix_tokens: int = 0,
+    epsilon: float = 0.1,
     kv_budget_tokens: int | None = None,
     page_size: int = 1,
     prompt_tokens: int | Sequence[int] = 0,
@@ -117,7 +118,7 @@ def simulate_prompts(
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
     Beside the engine's schedules there is vLLM's own rule, "first_come".
 
-    slots: as rollout.slots. prompts_at_once: prompts resident together (default: as rollout.prompts_at_once=auto).
+    slots, epsilon: as rollout's. prompts_at_once: prompts resident together (default: as rollout.prompts_at_once=auto).
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths), once every sample
     has prefix_tokens. repredicted: for each sample the predicted total length once it has generated that many tokens,
     which token_budget follows. kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the
@@ -143,7 +144,7 @@ def simulate_prompts(
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
     most_rows = max_rows or (max(sizes) * prompts_at_once if prompts_at_once else MOST_ROWS)
     rule = "arrival" if first_come else schedule
-    rules = [GroupSettings(rule, num_slots, samples, prefix_tokens=prefix_tokens) for samples in sizes]
+    rules = [GroupSettings(rule, num_slots, samples, epsilon, prefix_tokens) for samples in sizes]
     policy = FirstComePolicy if first_come else TokenBudgetPolicy
     most_parked = UNBOUNDED if first_come else MOST_POOLS * pool.num_pages
     planner = StepPlanner(

@@ -54,6 +54,7 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
             config.schedule,
             slots=config.num_slots,
             prompts_at_once=config.most_prompts,
+            epsilon=config.epsilon,
             kv_budget_tokens=settings.num_pages * config.page_size,
             page_size=config.page_size,
             prompt_tokens=prompts,

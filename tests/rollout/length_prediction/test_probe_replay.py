@@ -10,10 +10,10 @@ from infsample_rl.rollout.length_prediction.replay import ReplayedGroup, Replaye
 LENGTHS = [[40, 3, 9, 27, 60, 5, 14, 33], [8, 50, 21, 2, 44, 17, 30, 6]]
 
 
-def settings_of(schedule):
+def settings_of(schedule, **changes):
     prefix = {} if schedule == "token_budget" else {"prefix_tokens": 2}
     sizes = {"group_size": 8, "slots": 3, "prompts_at_once": 1, "max_new_tokens": 64, "page_size": 4}
-    return ReplaySettings(RolloutConfig(schedule=schedule, **sizes, **prefix), num_pages=52, parks=False)
+    return ReplaySettings(RolloutConfig(schedule=schedule, **sizes, **prefix, **changes), num_pages=52, parks=False)
 
 
 def groups_with(predict):
@@ -47,6 +47,15 @@ def test_a_replay_ends_whatever_was_predicted(schedule):
         steps = replay(groups_with(predict), settings_of(schedule))
         assert min(steps) >= 60
         assert max(steps) <= 2 * sum(map(sum, LENGTHS))
+
+
+def test_a_replay_rounds_as_the_run_does():
+    fine, coarse = (
+        replay(groups_with(lambda length, _: length), settings_of("fptas", epsilon=epsilon))[0]
+        for epsilon in (0.1, 2.0)
+    )
+    # where all count as of one size, the samples of 27, 60 and 5 tokens share a slot
+    assert coarse > 1.2 * fine
 
 
 def test_a_group_none_of_which_was_kept_is_left_out():
