@@ -49,9 +49,10 @@ class Request:
                 outside = min(ids) if min(ids) < 0 else max(ids)
                 raise ValueError(f"prompt {index} has token {outside}, outside the model's vocabulary of {vocab_size}")
             if context is not None and len(ids) + max_new_tokens > context:
+                room = f"max_new_tokens={context - len(ids)}" if len(ids) < context else f"a prompt of {context - 1}"
                 raise ValueError(
                     f"prompt {index} of {len(ids)} tokens + rollout.max_new_tokens = {max_new_tokens} is above the "
-                    f"model's context of {context}; the nearest that works is max_new_tokens={context - len(ids)}"
+                    f"model's context of {context}; the nearest that works is {room}"
                 )
             if len(set(asked)) != len(asked):
                 raise ValueError(f"sample_indices of prompt {index} must differ, got {list(asked)}")

@@ -59,6 +59,8 @@ def check_total(config: RolloutConfig, num_bytes: int, total_bytes: int) -> None
 
 def _given(config: RolloutConfig) -> str:
     """The setting that says how large the pool is."""
+    if config.takes_free_memory:
+        return "rollout.kv_budget_bytes=auto"
     name = next((name for name in ("kv_budget_tokens", "kv_budget_bytes") if getattr(config, name) is not None), None)
     return f"rollout.slots={config.num_slots}" if name is None else f"rollout.{name}={getattr(config, name)}"
 

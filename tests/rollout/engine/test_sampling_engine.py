@@ -265,6 +265,7 @@ def test_models_and_tokenizers_that_cannot_work_are_refused(make_model, make_tok
         ({"prompt_ids": [[]]}, "prompt 0 is empty"),
         ({"prompt_ids": [[64]]}, "token 64, outside the model's vocabulary of 64"),
         ({"prompt_ids": [[1] * 240]}, "context of 256; the nearest that works is max_new_tokens=16"),
+        ({"prompt_ids": [[1] * 256]}, "context of 256; the nearest that works is a prompt of 255"),
         ({"prompt_ids": [[1]], "sample_indices": [[1, 1]]}, "must differ"),
         ({"prompt_ids": [[1]], "sample_indices": []}, "equally long"),
     ],

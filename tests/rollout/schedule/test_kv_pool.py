@@ -69,6 +69,12 @@ def test_a_pool_larger_than_its_device_is_refused(settings, name):
         check_total(config, 25, 24)
 
 
+@pytest.mark.parametrize("settings", [{}, {"schedule": "arrival", "kv_budget_bytes": "auto"}])
+def test_free_memory_that_is_too_little_is_called_by_the_setting_that_takes_it(settings):
+    with pytest.raises(ValueError, match=r"^rollout.kv_budget_bytes=auto \(900 bytes free for it\) holds 0 pages"):
+        num_pool_pages(RolloutConfig(**settings), page_bytes=1000, prompts=[40], free_bytes=900)
+
+
 def test_a_gpu_is_its_workers_own_and_a_machine_is_shared():
     assert free_for_pool(1000, on_gpu=True, sharers=3) == 900
     assert free_for_pool(1000, on_gpu=False, sharers=1) == 500
