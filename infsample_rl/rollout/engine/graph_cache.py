@@ -43,9 +43,10 @@ class GraphCache:
     def give_up(self, reason: str) -> None:
         """Capture and compile no steps from now on, which one line says."""
         runner, self._is_given_up = self._runner, True
+        cost = "several times slower" + (", and samples may differ from run to run" if runner.exact else "")
         self.is_used = self.compiles = runner.exact = False
         self.clear()
-        warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=5)
+        warnings.warn(f"steps are not captured as CUDA graphs, {cost}: {reason}", stacklevel=5)
         runner.find_decoder()  # one that is not compiled
 
     def take(self, batch: RowBatch, sampler: Sampler) -> DecodeGraphs | None:

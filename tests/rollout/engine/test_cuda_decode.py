@@ -352,3 +352,11 @@ def test_what_was_given_up_is_not_captured_beside_a_larger_pool_either(make_mode
     engine.runner.device = torch.device("cuda")
     cache.check_device()
     assert not cache.is_used and not cache.compiles
+
+
+def test_a_run_that_should_repeat_is_told_that_it_may_not_where_its_graphs_fail(make_model, tokenizer):
+    engine = make_engine(make_model(), tokenizer, static=True)
+    engine.runner.exact = True  # as on a GPU, in 16 bits
+    with pytest.warns(UserWarning, match="several times slower, and samples may differ from run to run: out of resou"):
+        engine.pool.graphs.give_up("out of resource")
+    assert not engine.runner.exact
