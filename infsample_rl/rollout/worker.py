@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +195,7 @@ class RolloutWorker:
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""
-        stats = self.engine.stats
-        steps = ("running_steps", "least_steps", "row_utilisation")
-        memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
-        drafts = ("row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
-        of_vllm = ("sent_tokens", "cached_tokens")
-        found = {name: float(getattr(stats, name)) for name in (*steps, "predict_seconds", *memory, *drafts, *of_vllm)}
+        found = {name: float(value) for name, value in asdict(self.engine.stats).items()}
         return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 
     def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:

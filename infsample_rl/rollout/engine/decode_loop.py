@@ -116,14 +116,10 @@ class DecodeLoop(StepLoop):
     def _launch(self, speculation: Speculation | None) -> _Launched:
         """Run the model and draw one token for every row and for every token drafted after it."""
         rows = self._rows
-        drafts = None
-        if speculation is not None:
-            drafts = speculation.drafts_of(rows, self.planner)
+        drafts = None if speculation is None else speculation.drafts_of(rows, self.planner)
         drawn, hidden = self.decode.launch(rows, drafts)
-        if drafts is not None:
-            return _Launched(rows, drawn, hidden, None, speculation, drafts)
-        moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, rows)
-        return _Launched(rows, drawn, hidden, moment, speculation)
+        moment = None if drafts is not None or self.watch is None or hidden is None else self.watch.launch(hidden, rows)
+        return _Launched(rows, drawn, hidden, moment, speculation, drafts)
 
     def _collect(self) -> None:
         """Read the step that is in flight, if any."""

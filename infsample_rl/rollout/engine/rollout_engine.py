@@ -230,10 +230,7 @@ class RolloutEngine(ABC):
     def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not
         while a stream runs."""
-        before = self.lengths.seconds_spent
-        report = self.lengths.watch.report()
-        self.stats.predict_seconds += self.lengths.seconds_spent - before
-        return report
+        return self.lengths.watch.report()
 
     def _new_planner(self, call: Call, parking: Parking | None, *, parks: bool) -> StepPlanner:
         """`parking`: where KV that gives way goes; `parks`: it is copied back from there, not computed again."""
