@@ -25,9 +25,7 @@ def check_experiments(overrides: list[str], config_dir: str | None) -> None:
             is_global = _is_global(path)
         except UnicodeDecodeError:
             raise ConfigError(f"{path} is not UTF-8: save it in that encoding") from None
-        content = _content(path)
-        if content is None:
-            content = {}
+        content = _content(path) or {}
         if not isinstance(content, dict):
             raise ConfigError(f"{path} must be sections of settings, got a {type(content).__name__}")
         if not is_global:
@@ -36,6 +34,14 @@ def check_experiments(overrides: list[str], config_dir: str | None) -> None:
             _check_section(section, content[section], path)
         for entry in content.get("defaults") or []:
             _check_default(entry, path, choices(config_dir))
+
+
+def check_not_hidden(chosen: dict[str, str], config_dir: str) -> None:
+    """ConfigError for a file of the user's whose name is chosen and that of a shipped one, which Hydra takes."""
+    for group, choice in chosen.items():
+        own, shipped = (Path(folder, group, f"{choice}.yaml") for folder in (config_dir, config_folder()))
+        if own.is_file() and shipped.is_file() and own.read_bytes() != shipped.read_bytes():
+            raise ConfigError(f"{own} is never read: {group}={choice} is a shipped choice; give it another name")
 
 
 def _check_section(section: str, given: Any, path: Path) -> None:
@@ -64,7 +70,7 @@ def where_written(name: str, overrides: list[str], config_dir: str | None) -> st
     """ " (in FILE)" of the user's own files that write `name`, a setting or what stands beside sections; those that
     overrides choose, if any does. Empty where none does."""
     files = [] if config_dir is None else sorted(Path(config_dir).rglob("*.yaml"))
-    found = [path for path in files if name in _settings_in(path) | _top_of(path)]
+    found = [path for path in files if name in _names_in(path)]
     chosen = {override.partition("=")[2] for override in overrides}
     found = [path for path in found if path.stem in chosen] or found
     return f" (in {', '.join(map(str, found))})" if found else ""
@@ -80,7 +86,7 @@ def where_set(message: str, overrides: list[str], choices: dict[str, str], confi
     said: dict[Path, list[str]] = {}
     for name in names:
         paths = (path for group in groups for path in _files_of(group, choices[group], folders))
-        path = next((path for path in paths if name in _settings_in(path)), None)
+        path = next((path for path in paths if name in _names_in(path)), None)
         if path is not None:
             said.setdefault(path, []).append(name)
     return "".join(f"; {_short(path)} sets {', '.join(found)}" for path, found in said.items())
@@ -99,19 +105,14 @@ def _files_of(group: str, choice: str, folders: list[Any]) -> Iterator[Path]:
                     yield from _files_of(group, name, folders)
 
 
-def _settings_in(path: Path) -> set[str]:
-    """Names of all settings that a file gives; none of one that is missing or no YAML."""
+def _names_in(path: Path) -> set[str]:
+    """Names of all settings that a file gives, and what one of whole settings has at its top; none of one that is
+    missing or no YAML."""
     content = _content(path)
-    sections = content if content and _is_global(path) else {path.parent.name: content}
-    if not isinstance(sections, dict):
-        return set()
-    return {f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, dict) for key in keys}
-
-
-def _top_of(path: Path) -> set[str]:
-    """What a file of whole settings has at its top: sections, and what is none."""
-    content = _content(path)
-    return set(map(str, content)) if isinstance(content, dict) and _is_global(path) else set()
+    is_whole = isinstance(content, dict) and _is_global(path)
+    sections = content if is_whole else {path.parent.name: content}
+    names = {f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, dict) for key in keys}
+    return names | set(map(str, content)) if is_whole else names
 
 
 def _is_global(path: Path) -> bool:

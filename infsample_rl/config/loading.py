@@ -16,7 +16,7 @@ from typing import Any
 
 from infsample_rl.config import DATA_NAMES, Config
 from infsample_rl.config.fields import default_of, did_you_mean
-from infsample_rl.config.files import check_experiments, where_set, where_written
+from infsample_rl.config.files import check_experiments, check_not_hidden, where_set, where_written
 from infsample_rl.config.overrides import (
     PACKAGE,
     SECTIONS,
@@ -69,6 +69,8 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[dict[str, An
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
             choices = dict(composed.hydra.runtime.choices)
+            if config_dir is not None:
+                check_not_hidden(choices, config_dir)
             own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
             _check_sections(own, overrides, config_dir)
             settings: Any = OmegaConf.to_container(own, resolve=True)

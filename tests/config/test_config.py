@@ -691,6 +691,20 @@ def test_a_mistake_is_blamed_on_the_file_that_was_chosen(tmp_path):
         load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
 
 
+def test_a_file_of_ones_own_is_not_passed_over_for_a_shipped_one_of_its_name(tmp_path):
+    path = write_experiment(tmp_path, OWN + "run: {steps: 2}", "kk_tiny")
+    said = "is never read: {} is a shipped choice; give it another name"
+    with pytest.raises(ConfigError, match=f"^{path} {said.format('experiment=kk_tiny')}$"):
+        load_config([], str(tmp_path))
+    write_experiment(tmp_path, OWN)
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "kk.yaml").write_text((ROOT / "configs" / "reward" / "kk.yaml").read_text())
+    assert load_config(["+experiment=mine", "reward=kk"], str(tmp_path)).reward.functions[0].name == "kk"
+    (tmp_path / "reward" / "kk.yaml").write_text("functions: [gsm8k]\n")
+    with pytest.raises(ConfigError, match=said.format("reward=kk")):
+        load_config(["+experiment=mine", "reward=kk"], str(tmp_path))
+
+
 def test_a_name_that_values_refer_to_is_ones_own(tmp_path):
     text = OWN + "size: 4\nsteps: {few: 3}\nrollout: {group_size: '${size}'}\nrun: {steps: '${steps.few}'}"
     write_experiment(tmp_path, text)
