@@ -128,7 +128,7 @@ def begin(words: Sequence[str], flags: dict[str, Any], packages: Iterable[str]) 
     """From here on this process is the script of these words, with these modules stood in for."""
     sys.argv = list(words)
     Run.is_on = True
-    Run.flags.update(flags)
+    Run.flags.update((name.replace("-", "_"), value) for name, value in flags.items())
     stand_ins = StandIns(packages)
     sys.meta_path.insert(0, stand_ins)
     return stand_ins
@@ -149,7 +149,8 @@ def share_argparse() -> None:
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
-        names = {option.lstrip("-") for action in self._actions for option in action.option_strings}
+        options = [option for action in self._actions for option in action.option_strings]
+        names = {option.lstrip("-").replace("-", "_") for option in options}
         Run.own.update(names & Run.flags.keys())
         return parse(self, args, namespace)
 

@@ -1,7 +1,7 @@
 """What a launch script would start, and what a TRL script gives its trainer: they are run, in the sandbox of rewards.
 
 bash runs a launch script with the launchers on its PATH replaced by a recorder of arguments; Python runs a TRL script
-against modules that record (trl_run.py). No network, no file of yours but those beside FILE, nothing written.
+against modules that record (trl_run.py). No network, no file but of FILE's and the current folder, nothing written.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -35,7 +37,9 @@ def words_of(path: Path, arguments: list[str], training: str, last: str = "") ->
     commands = [words for words in commands if re.search(training, " ".join(words[1:]))]
     if not commands:
         raise ValueError(f"{path} {how or 'ended'} before it started a trainer: no command has {training}")
-    return commands[-1]
+    in_shells = re.compile("-[a-z]*c")  # what `bash -c` is given is a command in one word
+    pairs = pairwise(["", *commands[-1]])
+    return [part for before, word in pairs for part in (shlex.split(word) if in_shells.fullmatch(before) else [word])]
 
 
 def trainer_of(path: Path, arguments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
@@ -77,8 +81,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. ValueError otherwise."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), yaml_loader())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {type(content).__name__}")
     return content

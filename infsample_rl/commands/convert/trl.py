@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from infsample_rl.commands.convert.conversion import NO_DROPOUT, SCHEDULES, Conversion, Row
 from infsample_rl.commands.convert.trl_reading import COLUMNS, REWARDED, as_lines, is_in_file, read
@@ -26,7 +25,8 @@ from infsample_rl.data.sources import is_file
 from infsample_rl.reward.functions import RULES
 
 IS = "vllm_importance_sampling"
-OLD_NAMES = {"nproc_per_node": "num_processes", "torch_dtype": "dtype", f"{IS}_cap": f"{IS}_clip_max"}
+OLD_NAMES = {"torch_dtype": "dtype", f"{IS}_cap": f"{IS}_clip_max"}
+OLD_NAMES |= {"nproc_per_node": "num_processes", "num_gpus": "num_processes"}  # of torchrun and deepspeed
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo", "cispo": "cispo"}
 SCALES = {"group": "std", True: "std", "none": "mean_only", False: "mean_only"}
@@ -112,8 +112,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     if text:
         given["dataset_name"] = str(own)
     given |= given.pop("model_init_kwargs", None) or {}  # of a script or a YAML file: dtype
-    for theirs, today in OLD_NAMES.items():
-        given |= {today: given.pop(theirs)} if theirs in given else {}
+    given = {OLD_NAMES.get(name, name): value for name, value in given.items()}
     c = Conversion(given, "trl 1.16.0", ROWS, WITHOUT_EFFECT)
     c.dropped += [line for line in code if not (line.startswith("eval_dataset") and c.is_off("eval_strategy"))]
     files, config = c.value("dataset_name", local_paths), c.value("dataset_config")
@@ -214,18 +213,15 @@ def _lowest_lr(c: Conversion) -> None:
 
 def _environment(c: Conversion) -> None:
     """The class or the tools of a script, and how many turns a trajectory may have."""
-    factory, tools, found = c.value("environment_factory"), c.value("tools", texts, []), dict[str, Any]()
-    for name in filter(None, [factory, *tools]):
-        is_script = name == factory and not is_in_file(name)
-        if not is_script and not is_in_file(name):
-            c.dropped.append(f"{name} is made by code; write it into a file and set environment.tools")
-        elif name == factory:
-            found["environment.factory"] = name
-        else:
-            found.setdefault("environment.tools", []).append(name)
-    for ours, made in found.items():
-        c.set(ours, made, "tools" if ours.endswith("tools") else "environment_factory")
-    if found:
+    factory, tools = c.value("environment_factory"), c.value("tools", texts, [])
+    by_code = [name for name in tools if not is_in_file(name)]
+    c.dropped += [f"{name} is made by code; write it into a file and set environment.tools" for name in by_code]
+    named = [name for name in tools if name not in by_code]
+    if factory:
+        c.set("environment.factory", factory, "environment_factory")
+    if named:
+        c.set("environment.tools", named, "tools")
+    if factory or named:
         turns = c.value("max_tool_calling_iterations", lambda calls: 1000 if calls is None else positive(calls) + 1)
         c.set("environment.max_turns", turns, "max_tool_calling_iterations")
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,17 @@ def read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         folder, *words = [*words_of(path, arguments, TRAINING, LAUNCHERS), *arguments]
     given: dict[str, Any] = {}
     script, start = None, 0
+    places = (Path(folder), path.parent)
     for index, word in enumerate(words):
-        file = next((file for file in (Path(folder, word), path.parent / word) if file.is_file()), None)
-        if file is not None and word.endswith((".yaml", ".yml")) and words[index - 1] != "--config_file":
-            given |= read_yaml(file)
-        elif file is not None and word.endswith(".py") and script is None:
-            script, start = file, index + 1
-    given |= read_flags(words[: max(0, start - 1)]) | read_flags(words[start:])
+        before, is_yaml = words[index - 1], word.endswith((".yaml", ".yml"))
+        if word.endswith(".py") and script is None and _find(word, places).is_file():
+            script, start = _find(word, places), index + 1
+        elif is_yaml and before != "--config_file" and (before == "--config" or _find(word, places).is_file()):
+            given |= read_yaml(_find(word, places))
+    flags = read_flags(words[: max(0, start - 1)]) | read_flags(words[start:])
+    given |= {name.replace("-", "_"): value for name, value in flags.items()}  # their parsers take both
+    if "config_file" in given and "num_processes" not in given:  # `accelerate launch` has it from there
+        given["num_processes"] = read_yaml(_find(str(given["config_file"]), places)).get("num_processes", 1)
     if script is None:
         return given, []
     record = trainer_of(script, words[start:], given)
@@ -70,6 +75,11 @@ def read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         code = [line for line in code if not line.startswith("train_dataset")]
     given = given | made if record["taken"] else made | given  # a parser of TRL's has had the flags
     return {name: value for name, value in given.items() if name not in record["taken"]}, code
+
+
+def _find(name: str, places: Sequence[Path]) -> Path:
+    """The file of this name in the first of these folders that has one; where none has, in the first."""
+    return next((place / name for place in places if (place / name).is_file()), places[0] / name)
 
 
 def _settings_of(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -188,6 +198,6 @@ def _words_of(words: list[str], flags: list[str]) -> list[str]:
     """Those of a command's words that are these flags and their values, or come before any flag."""
     kept, is_kept = [], True
     for word in words:
-        is_kept = word[2:].partition("=")[0] in flags if word.startswith("--") else is_kept
+        is_kept = word[2:].partition("=")[0].replace("-", "_") in flags if word.startswith("--") else is_kept
         kept += [word] if is_kept else []
     return kept

@@ -49,6 +49,12 @@ def test_a_ray_job_keeps_units_and_objective(convert, tmp_path):
     assert found.config.reward.functions[0].name == f"{tmp_path.parent}/rewards/grade.py:reward_func"
 
 
+def test_a_command_that_slurm_gives_a_shell_is_read(convert):
+    found = convert("openrlhf", "slurm.sh", f'srun --overlap --nodes=1 bash -c "echo begun && {LEAST.strip()}"\n')
+    expected = {"model.path": "a/b", "rollout.group_size": 4, "cluster.rollout_workers": 2}
+    assert found.has(expected) == expected and found.code == 0
+
+
 def test_nothing_of_a_script_is_dropped_in_silence_and_keys_are_never_shown(convert):
     found = convert("openrlhf", "train.sh", SCRIPT.replace("--rollout.batch_size 64", "--rollout.batch_size=$NOWHERE"))
     for dropped in ("no.such.flag=3", "rollout.batch_size= is empty", "actor.lr_warmup_ratio=0.03, the default"):

@@ -244,6 +244,43 @@ def test_a_shell_command_gives_flags_to_a_script_with_a_parser_and_every_file_is
     assert "scale=" not in found.said
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("accelerate launch --config_file=zero3.yaml", 4),
+        ("accelerate launch --config_file zero3.yaml --num_processes 2", 2),
+        ("accelerate launch --config_file none.yaml --num_processes 2", 2),
+        ("torchrun --nproc-per-node 4", 4),
+        ("deepspeed --num_gpus=4", 4),
+    ],
+)
+def test_a_launchers_processes_count_where_it_has_them_from(convert, tmp_path, launcher, ranks):
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
+    (tmp_path / "train.py").write_text(QUICK_START)
+    found = convert("trl", "run.sh", f"{launcher} train.py\n")
+    # 8 responses a process are one group of 8
+    expected = {"cluster.learner_ranks": ranks, "data.prompts_per_step": ranks}
+    assert found.has(expected) == expected and found.code == 0
+
+
+@pytest.mark.parametrize("command", ["trl grpo --config none.yaml", "accelerate launch --config_file none.yaml t.py"])
+def test_a_file_of_settings_that_is_not_there_is_not_passed_over(refused, tmp_path, command):
+    (tmp_path / "t.py").write_text(QUICK_START)
+    assert "none.yaml cannot be read as YAML: [Errno 2] No such file" in refused("trl", "run.sh", command)
+
+
+def test_a_flag_may_be_longer_than_a_files_name(convert, tmp_path):
+    (tmp_path / "train_grpo.py").write_text(PARSED)
+    found = convert("trl", "run.sh", f"{COMMAND.rstrip()} --note '{'long ' * 80}'\n")
+    assert "not converted: note=long long" in found.said
+
+
+def test_a_flag_may_be_written_with_dashes_as_their_parsers_take_it(convert, tmp_path):
+    (tmp_path / "train_grpo.py").write_text(PARSED)
+    found = convert("trl", "run.sh", COMMAND.replace("--model_name_or_path", "--model-name-or-path"))
+    assert found.config.model.path == "Qwen/Qwen3-1.7B" and "model-name" not in found.said
+
+
 def test_a_shell_command_of_its_command_line(convert, tmp_path):
     (tmp_path / "recipe.yaml").write_text(LEAST)
     expected = {"model.path": "a/b", "rollout.group_size": 4}
@@ -386,7 +423,7 @@ def test_what_a_script_makes_in_its_main_is_kept(convert, refused, tmp_path, mon
         LOCAL.replace('"--rows"', '"--api-key"').replace("type=int, default=2", "default=''").replace("args.rows", "2")
     )
     found = convert("trl", "echo.py", keyed, "--api-key", "abc")
-    assert "abc" not in found.text and found.said == "not converted: api-key=(not shown)\n"
+    assert "abc" not in found.text and found.said == "not converted: api_key=(not shown)\n"
     several = LOCAL.replace("environment_factory=Echo", "environment_factory={'echo': Echo}")
     assert convert("trl", "echo.py", several).has({"environment.factory": 0}) == {
         "environment.factory": f"{tmp_path}/echo.py"

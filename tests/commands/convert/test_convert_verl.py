@@ -206,6 +206,6 @@ def test_settings_that_contradict_each_other_are_said_beside_what_was_not_conver
 
 def test_no_file_no_command_and_no_mapping_are_one_line(refused, tmp_path, capsys):
     assert "before it started a trainer" in refused("verl", "one.sh", "echo hello\n")
-    assert "is not YAML" in refused("verl", "one.yaml", "a: [")
+    assert "one.yaml cannot be read as YAML: while parsing" in refused("verl", "one.yaml", "a: [")
     assert main(["verl", str(tmp_path / "none.sh")]) == 2
     assert "there is no such file" in capsys.readouterr().err

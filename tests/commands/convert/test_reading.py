@@ -29,6 +29,7 @@ def run(tmp_path, text, *arguments):
         ),
         ("export PATH=/usr/bin:$PATH\nG=$(python3 -c 'print(2 * 8)')\nray job submit -- python3 -m train $G", ["16"]),
         ('[ "$1" == x ] || shift 0\nwhile ! ray status; do sleep 9; done; deepspeed train $1\nsleep 999', ["--lr"]),
+        ("srun -c 8 bash -lc \"cd / && ray job submit -- python3 -m train 'a b'\"", ["a b"]),
     ],
 )
 def test_words_of_a_command_are_what_bash_makes_of_them(tmp_path, text, words):
