@@ -19,7 +19,7 @@ from infsample_rl.commands.convert.values import (
     truth,
 )
 from infsample_rl.config import ALL_PROBLEMS
-from infsample_rl.config.peer_flags import scalar
+from infsample_rl.config.peer_flags import read_flags, scalar
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OPTIM, MODE, VAL = f"{ACTOR}.optim", f"{ACTOR}.policy_loss.loss_mode", f"{ROLLOUT}.val_kwargs"
@@ -139,9 +139,9 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
 
 def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings by their names, and those that refer to what is neither in the file nor in an argument."""
-    is_yaml = path.suffix in (".yaml", ".yml")
-    content = read_yaml(path) if is_yaml else {}
-    for word in [*([] if is_yaml else words_of(path, arguments, TRAINING)), *arguments]:
+    words = [] if path.suffix in (".yaml", ".yml") else words_of(path, arguments, TRAINING)
+    content = _named_file(words) if words else read_yaml(path)
+    for word in [*words, *arguments]:
         name, equals, value = word.lstrip("+~").partition("=")
         if equals and not name.startswith(("-", "/")):
             *parents, last = name.split(".")
@@ -159,6 +159,15 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], dict[str, A
             given[name] = _resolve(value, leaves)
     unresolved = {name: value for name, value in given.items() if "${" in str(value)}
     return {name: value for name, value in given.items() if name not in unresolved}, unresolved
+
+
+def _named_file(words: list[str]) -> dict[str, Any]:
+    """What the file holds that a command names for Hydra; the name itself, which no setting stands for, where the file
+    is not here."""
+    flags = read_flags(words)
+    folder, name = ([*texts(flags.get(flag)), ""][0] for flag in ("config-path", "config-name"))
+    file = Path(words[0], folder, f"{name.removesuffix('.yaml')}.yaml")
+    return read_yaml(file) if file.is_file() else {"config-name": name} if name else {}
 
 
 def _resolve(value: Any, leaves: dict[str, Any]) -> Any:

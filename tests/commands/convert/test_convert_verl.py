@@ -185,6 +185,17 @@ def test_a_whole_hydra_file_keeps_its_reward_function_and_what_its_references_st
     assert "${oc.env:HOME}: nothing says" in secret.said
 
 
+def test_the_file_that_a_command_names_for_hydra_is_read_or_told_of(convert, refused, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "sums.yaml").write_text("defaults: [ppo_trainer, _self_]\n" + MINIMAL)
+    command = 'cd "$(dirname "$0")"\npython3 -m verl.trainer.main_ppo {} data.train_batch_size=16\n'
+    for flags in ('--config-path="$PWD/config" --config-name=sums', "--config-path config --config-name sums.yaml"):
+        found = convert("verl", "run.sh", command.format(flags))
+        expected = {"data.prompts_per_step": 16, "rollout.group_size": 4, "model.path": "a/b"}
+        assert found.has(expected) == expected and found.code == 0
+    assert "config-name=other" in refused("verl", "run.sh", command.format("--config-name=other"))
+
+
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
