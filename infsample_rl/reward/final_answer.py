@@ -41,11 +41,8 @@ def explicit_answer(text: str) -> str | None:
 
 
 def gold_answer(columns: dict[str, Any]) -> Any:
-    """The row's right answer: verl's reward_model.ground_truth, else the column `answer`; ValueError without either."""
-    reward_model = columns.get("reward_model")
-    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
-        return reward_model["ground_truth"]
-    if columns.get("answer") is not None:
-        return columns["answer"]
-    found = ", ".join(sorted(columns)) or "no columns"
-    raise ValueError(f"the row has no right answer: no column `answer` and no reward_model.ground_truth among {found}")
+    """The row's right answer, the column `answer`; ValueError without one."""
+    if columns.get("answer") is None:
+        found = ", ".join(sorted(columns)) or "no columns"
+        raise ValueError(f"the row has no right answer: no column `answer` among {found}")
+    return columns["answer"]

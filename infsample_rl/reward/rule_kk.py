@@ -46,7 +46,7 @@ def final_roles(response: str, names: Collection[str]) -> dict[str, bool] | None
 
 def gold_roles(columns: dict[str, Any]) -> dict[str, bool]:
     """The solution as {name: whether a knight}: the columns `names` and `solution` (a list of booleans), else the
-    statements of the column `answer` or of verl's ground truth. ValueError when the columns give neither."""
+    statements of the column `answer`. ValueError when the columns give neither."""
     names, solution = columns.get("names"), columns.get("solution")
     if names is not None and isinstance(solution, list):
         return {str(name): bool(role) for name, role in zip(names, solution, strict=True)}

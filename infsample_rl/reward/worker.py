@@ -61,11 +61,11 @@ class RewardWorker:
         functions = config.reward.functions
         self.tokenizer = load_tokenizer(config.model)
         self.stop_strings = config.rollout.stop_strings
-        self.answer_field = config.data.answer_field
         self.updates_per_step, self.steps = config.objective.updates_per_step, config.run.steps
         self.names = component_names(functions)
         self.weights = [function.weight for function in functions]
         self._of_source = {source: config.rewards_of(source) for source in config.data.parts}
+        self._labels = {source: part.answer_field or "answer" for source, part in config.data.parts.items()}
         self._scored = 0  # micro-groups
         self._models: dict[int, RewardModel] = {}
         in_models = [index for index, function in enumerate(functions) if kind_of(function.name) == "model"]
@@ -175,7 +175,7 @@ class RewardWorker:
         """Hand the samples to judges, and to the pool: whole to forms that take many, else one sample a call, dealt to
         all processes."""
         columns = {"row": prompt.row, "messages": prompt.messages, "text": prompt.text, "columns": prompt.columns}
-        name = self.answer_field or "answer"
+        name = self._labels[prompt.source]
         given = RAW_ANSWER if name == "answer" and RAW_ANSWER in prompt.columns else name
         columns["label"] = prompt.columns.get(given, prompt.columns.get("answer"))
         columns["trainer_state"] = {

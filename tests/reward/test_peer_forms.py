@@ -4,6 +4,7 @@ need."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -145,14 +146,14 @@ def open_worker(tiny_qwen3, tmp_path, closing):
     path = tmp_path / "peers.py"
     path.write_text(PEERS)
 
-    def build(*functions, answer_field=None):
+    def build(*functions, **data):
         entries = [{"name": function} if isinstance(function, str) else function for function in functions]
         listed = [
             entry | {"name": name if name in RULES or ":" in name else f"{path}:{name}"}
             for entry in entries
             for name in [entry["name"]]
         ]
-        settings = {"data": {"answer_field": answer_field}, "reward": {"functions": listed}, "run": {"steps": 8}}
+        settings = {"data": data, "reward": {"functions": listed}, "run": {"steps": 8}}
         return closing(RewardWorker(run_config(model={"path": str(tiny_qwen3)}, **settings)))
 
     return build
@@ -347,6 +348,20 @@ def test_openrlhf_functions_get_queries_prompts_and_the_label_as_the_data_has_it
     }
     named_answer = prompt_of({"input": "1 + 2 = ?", "answer": WORKED}, prompt_field="input")
     assert score_texts(open_worker("reward_func"), named_answer, ["3"]).rewards == [1.0]
+
+
+@pytest.mark.parametrize(("named", "right"), [(None, 7), ("mended", 8)])
+def test_rules_take_verls_ground_truth_unless_another_field_is_named(open_worker, prompt_of, named, right):
+    row = {"prompt": trl_row()["prompt"], "reward_model": {"ground_truth": 7}, "mended": 8}
+    worker, prompt = open_worker("gsm8k", "math"), prompt_of(row, answer_field=named)
+    scores = score_texts(worker, prompt, ["Answer: 7", "Answer: 8"])
+    assert scores.rewards == [2.0 * (right == 7), 2.0 * (right == 8)]
+
+
+def test_the_label_is_what_the_answer_field_of_a_prompts_own_source_names(open_worker, prompt_of):
+    prompt = prompt_of({"input": "1 + 2 = ?", "label": WORKED}, prompt_field="input", answer_field="label")
+    worker = open_worker("reward_func", source="", sources=[{"source": "sums.jsonl", "answer_field": "label"}])
+    assert score_texts(worker, replace(prompt, source="sums"), ["3", "4"]).rewards == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_worked_reasoning_is_scored_as_its_own_generator_reads_it():
         {"names": PAIR, "solution": [True, False]},
         {"names": PAIR, "solution": "worked text", "answer": "Zoey is a knight, Ethan is a knave"},
         {"answer": "(1) Zoey is a knight\n(2) Ethan is a knave"},
-        {"reward_model": {"ground_truth": "Zoey: knight, Ethan: knave"}},
-        {"reward_model": {"ground_truth": {"solution_text_format": "(1) Zoey is a knight\n(2) Ethan is a knave"}}},
+        {"answer": "Zoey: knight, Ethan: knave"},
+        {"answer": {"solution_text_format": "(1) Zoey is a knight\n(2) Ethan is a knave"}},
     ],
 )
 def test_every_form_of_the_solution(columns):
