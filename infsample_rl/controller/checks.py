@@ -102,11 +102,12 @@ def _prepare(config: Config, inputs: Inputs, run_dir: Path, lock: TextIO | None)
     context = context_of(architecture)
     environments = EnvironmentHost(config) if config.environment.is_set else None
     offered = check_turns(config, tokenizer, architecture, environments)
-    prompts = build_train_prompts(config, tokenizer, context, offered, inputs.train)
-    held_out = build_eval_prompts(config, tokenizer, context, offered, inputs.held_out)
+    train, evaluated = inputs.train, inputs.held_out
     if environments is not None:
-        check_environment_columns(config, environments.columns, inputs.train)
-        check_environment_columns(config, environments.columns, inputs.held_out, evaluation=True)
+        train = check_environment_columns(config, environments.columns, train)
+        evaluated = check_environment_columns(config, environments.columns, evaluated, evaluation=True)
+    prompts = build_train_prompts(config, tokenizer, context, offered, train)
+    held_out = build_eval_prompts(config, tokenizer, context, offered, evaluated)
     probe: RunProbe | RunBert | None = None
     if config.rollout.trains_bert:
         probe = RunBert(config.rollout.num_prefix_tokens, seed=config.run.seed)

@@ -6,8 +6,9 @@ A rule names its columns itself (NEEDS of its module), a judge in its prompt, a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from infsample_rl.config import Config, RewardConfig
@@ -75,49 +76,57 @@ def check_columns(
             name, sets = needs[index]
             lacking = {each.row: missing for each in own if (missing := _missing(name, sets, each.columns))}
             if lacking:
-                fault = f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}"
-                if config.data.bad_rows == "error" or len(lacking) == len(own):
-                    hint = "; a function that does without gives it a default" if kind_of(name) == "user" else ""
-                    skip = "; data.bad_rows=skip leaves them out" if len(lacking) < len(own) else ""
-                    raise ValueError(f"{fault}{hint}{skip}")
-                logger.warning("skipped: %s", fault)
-                own = [each for each in own if each.row not in lacking]
+                hint = "; a function that does without gives it a default" if kind_of(name) == "user" else ""
+                fault = f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}{hint}"
+                own = _others(own, lacking, fault, config.data.bad_rows)
             function = config.reward.functions[index]
             if isinstance(function, JudgeConfig):
-                _check_criteria(function, own, label)
+                own = _with_criteria(function, own, label, config.data.bad_rows)
         usable[source] = own
     return usable
 
 
-def _check_criteria(judge: JudgeConfig, problems: list[Problem], label: str) -> None:
-    """ValueError for rows whose column of criteria is no list of any: such a judge would give no verdict."""
+def _others(problems: list[Problem], lacking: Collection[int], fault: str, bad_rows: str) -> list[Problem]:
+    """The problems but those of these rows, a `fault` that data.bad_rows may allow. ValueError where it does not, or
+    none would be left."""
+    if bad_rows == "error" or len(lacking) == len(problems):
+        raise ValueError(fault + ("; data.bad_rows=skip leaves them out" if len(lacking) < len(problems) else ""))
+    logger.warning("skipped: %s", fault)
+    return [each for each in problems if each.row not in lacking]
+
+
+def _with_criteria(judge: JudgeConfig, problems: list[Problem], label: str, bad_rows: str) -> list[Problem]:
+    """The problems of which such a judge could give a verdict: a column of criteria must be a list of some."""
     column = criteria_column(judge)
-    if column is None:
-        return
-    given = {each.row: each.columns.get(column) for each in problems}
+    given = {each.row: each.columns.get(column) for each in problems if column is not None}
     wrong = [row for row, criteria in given.items() if not isinstance(criteria, list) or not criteria]
-    if wrong:
-        raise ValueError(
-            f"reward.functions: judge: the column {column!r} of its criteria must be a list of one or more, got "
-            f"{given[wrong[0]]!r:.60} in row {wrong[0]} of {label}; {len(wrong)} of {len(problems)} rows are so "
-            f"({first_rows(wrong)})"
-        )
+    if not wrong:
+        return problems
+    fault = (
+        f"reward.functions: judge: the column {column!r} of its criteria must be a list of one or more, got "
+        f"{given[wrong[0]]!r:.60} in row {wrong[0]} of {label}; {len(wrong)} of {len(problems)} rows are so "
+        f"({first_rows(wrong)})"
+    )
+    return _others(problems, set(wrong), fault, bad_rows)
 
 
 def check_environment_columns(
     config: Config, needed: Mapping[str, list[str]], problems: Problems, *, evaluation: bool = False
-) -> None:
+) -> dict[str, list[Problem]]:
     """As check_columns(), of what environments ask a row for, by their names."""
-    for _, own, label in _sources(config, problems, evaluation):
-        lacking = {
-            each.row: missing
-            for each in own
-            for missing in [name for name in of_row(needed, each.columns) if name not in each.columns][:1]
-        }
+    usable = {}
+    for source, own, label in _sources(config, problems, evaluation):
+        lacking = dict[int, str]()
+        for each in own:
+            with contextlib.suppress(ValueError):  # it names no environment, which rendering it says
+                missing = [name for name in of_row(needed, each.columns) if name not in each.columns]
+                lacking.update((each.row, name) for name in missing[:1])
         if lacking:
-            raise ValueError(
-                f"environment.factory={config.environment.factory} needs the column {_where(lacking, [], own, label)}"
-            )
+            where = _where(lacking, [], own, label)
+            fault = f"environment.factory={config.environment.factory} needs the column {where}"
+            own = _others(own, lacking, fault, config.data.bad_rows)
+        usable[source] = own
+    return usable
 
 
 def _sources(config: Config, problems: Problems, evaluation: bool) -> Iterator[tuple[str, list[Problem], str]]:

@@ -179,6 +179,8 @@ def test_a_column_of_criteria_is_a_list_of_some(tmp_path, wanted):
     with pytest.raises(ValueError, match=said):
         check_columns(config, [("judge", [["wanted"]])], problems)
     check_columns(config, [("judge", [["wanted"]])], {"": problems[""][:1]})
+    skipping = replace(config, data=replace(config.data, bad_rows="skip"))
+    assert check_columns(skipping, [("judge", [["wanted"]])], problems) == {"": problems[""][:1]}
 
 
 def test_the_question_is_a_column_as_the_others(tmp_path, user_file):
@@ -192,6 +194,15 @@ def test_columns_that_an_environment_needs_must_be_in_every_row(tmp_path):
     said = r"environment.factory=a.py:A needs the column 'secret', which 1 of 2 rows of data.source=.* lack \(rows 1\)"
     with pytest.raises(ValueError, match=said):
         check_environment_columns(config, {"": ["answer", "secret"]}, problems)
+    skipping = replace(config, data=replace(config.data, bad_rows="skip"))
+    assert check_environment_columns(skipping, {"": ["secret"]}, problems) == {"": problems[""][1:]}
+    with pytest.raises(ValueError, match="'word', which no row of"):
+        check_environment_columns(skipping, {"": ["word"]}, problems)
+
+
+def test_a_row_that_names_no_environment_is_left_to_its_rendering(tmp_path):
+    config, problems = rows_of(tmp_path, [{"environment": "games"}, {"answer": "2"}], "think_format")
+    assert check_environment_columns(config, {"games": [], "sums": ["answer"]}, problems) == problems
 
 
 def test_columns_that_are_there_or_come_from_kwargs_pass(tmp_path, user_file):
