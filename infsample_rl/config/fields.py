@@ -12,11 +12,13 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
-SCALARS = {
+KINDS = {
     "int": (Integral, "a whole number"),
     "float": (Real, "a number"),
     "bool": (bool, "true or false"),
     "str": (str, "a text"),
+    "list": (list, "a list"),
+    "dict": (dict, "{key: value}"),
 }
 
 LEAST_TEMPERATURE = 1e-3
@@ -108,14 +110,18 @@ def did_you_mean(value: str, choices: Collection[str], cutoff: float = 0.6) -> s
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
     """ValueError unless `value` is of the type that `annotation`, as written in the source, names."""
-    kind, _, optional = annotation.partition(" | ")
+    whole, _, optional = annotation.partition(" | ")
+    kind, _, of_items = whole.rstrip("]").partition("[")
     if value is None and optional != "None":
         raise ValueError(f"{name} must not be none")
-    if value is None or kind not in SCALARS:
+    if value is None or kind not in KINDS:
         return
-    types, what = SCALARS[kind]
+    types, what = KINDS[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be {what}, got {value!r}")
+    if kind == "list" and of_items in KINDS:
+        for index, item in enumerate(value):
+            _check_type(f"{name}[{index}]", item, of_items)
 
 
 def unread_settings(config: Any) -> list[str]:

@@ -85,19 +85,14 @@ def read_prompt(judge: JudgeConfig) -> str:
     return text
 
 
-def columns_of(judge: JudgeConfig) -> list[str]:
-    """The columns that it reads of a row."""
-    named = [name for name in PLACEHOLDER.findall(read_prompt(judge)) if name not in OWN_NAMES[judge.form]]
-    return list(dict.fromkeys([*named, *filter(None, (judge.against, criteria_column(judge)))]))
-
-
 def check_judge(judge: JudgeConfig) -> list[list[str]]:
     """What it reads of a row, as columns.Needs. ValueError in one line where its prompt, its key or the package is
     missing, a first short request is not answered or no quota is left; a server that is busy, which a warning says, or
     slow though it has the model, passes.
     """
-    needs = columns_of(judge)
+    named = [name for name in PLACEHOLDER.findall(read_prompt(judge)) if name not in OWN_NAMES[judge.form]]
     asyncio.run(_try(judge))
+    needs = list(dict.fromkeys([*named, *filter(None, (judge.against, criteria_column(judge)))]))
     return [needs] if needs else []
 
 
@@ -189,12 +184,10 @@ class Judge:
         tokens = [float(sum(reply.read + reply.written for reply in each)) for each in new]
         reported: dict[str, list[float | None]] = {"tokens": list(tokens)}
         if any(self._judge.price):
-            reported["cost"] = [sum(map(self._cost, each)) for each in new]
+            of_read, of_written = self._judge.price
+            costs = [sum(reply.read * of_read + reply.written * of_written for reply in each) for each in new]
+            reported["cost"] = [cost / 1e6 for cost in costs]
         return [CallValues(values=values, problems=problems, reported=reported)]
-
-    def _cost(self, reply: Reply) -> float:
-        of_read, of_written = self._judge.price
-        return (reply.read * of_read + reply.written * of_written) / 1e6
 
     async def _judge_one(self, prompt: Prompt, response: str) -> tuple[float | None, str, list[Reply]]:
         asked: list[Reply] = []
@@ -221,17 +214,11 @@ class Judge:
             low, high = judge.scale
             end = SCORE_END.format(low=low, high=high)
             return await self._ask(shown | {"response": response}, end, lambda text: on_scale(text, low, high), asked)
-        criteria = self._criteria(prompt)
-        numbered = "\n".join(f"{number}. {text}" for number, text in enumerate(criteria, 1))
+        column = criteria_column(judge)
+        criteria = judge.criteria if column is None else prompt.columns[column]  # a list: checks.py
+        numbered = "\n".join(f"{number}. {_text(each)}" for number, each in enumerate(criteria, 1))
         shown |= {"response": response, "criteria": numbered}
         return await self._ask(shown, RUBRIC_END, lambda text: share_met(text, len(criteria)), asked)
-
-    def _criteria(self, prompt: Prompt) -> list[str]:
-        column = criteria_column(self._judge)
-        criteria = self._judge.criteria if column is None else prompt.columns.get(column)
-        if not isinstance(criteria, list) or not criteria:
-            raise NoVerdict(f"gave no verdict: the column {column!r} is no list of criteria")
-        return [_text(each) for each in criteria]
 
     async def _ask(self, shown: Mapping[str, str], end: str, read: Callable[[str], float], asked: list[Reply]) -> float:
         """What `read` finds in the reply; kept only where it finds something."""

@@ -231,6 +231,11 @@ WRONG = [
     (["data.source=''", "data.sources=[{source: kk, weight: 0}]"], "data.sources[0].weight must be > 0, got 0"),
     (["data.source=''", "data.sources=[{source: kk, weight: inf}]"], "data.sources[0].weight must be finite, got inf"),
     (["data.source=''", "data.sources=[{sorce: kk}]"], "data.sources: an entry takes source, weight, reward, "),
+    (
+        ["data.source=''", "data.sources=[{source: kk, generator_kwargs: 5}]"],
+        "data.sources[0].generator_kwargs must be {key: value}, got 5",
+    ),
+    (["reward.functions=[{name: kk, kwargs: 5}]"], "reward.functions[0].kwargs must be {key: value}, got 5"),
     (["data.source=''", "data.sources=[kk, {source: kk, reward: [3]}]"], "data.sources[1].reward must be names of"),
     (["data.source=''", "data.sources=[kk]", "reward.functions=[]"], "data.sources[0].reward and reward.functions are"),
     (["data.source=''", "data.sources=[kk]", "data.eval_source=math"], "data.eval_source must be auto or none with"),

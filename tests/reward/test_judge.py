@@ -193,9 +193,6 @@ def test_a_rubric_is_the_share_of_criteria_that_are_met(server, entry):
     call = judged(given, ["x"], wanted=["a", "b"])
     assert call.values == [None] and "not every one of 2 criteria" in call.problems[0]
     assert judged(given, ["x"], wanted=["only"]).values == [0.0]
-    assert judged(given, ["x"], wanted="no list").problems == [
-        "gave no verdict: the column 'wanted' is no list of criteria"
-    ]
 
 
 def cut(handler):
@@ -316,7 +313,11 @@ def test_a_worker_begins_all_micro_groups_of_a_call(server, entry, tiny_qwen3):
         ({"form": "best"}, "form must be one of score, pairwise, rubric, got 'best'"),
         ({"at_once": 0}, "at_once must be >= 1"),
         ({"temperature": 1}, "an entry takes name, weight, kwargs, url, .*, not temperature"),
-        ({"options": [1]}, "options must be"),
+        ({"options": [1]}, "options must be .key: value., got .1."),
+        ({"form": "rubric", "criteria": "{wanted}"}, "criteria must be a list, got '.wanted.'"),
+        ({"form": "rubric", "criteria": [3]}, "criteria.0. must be a text, got 3"),
+        ({"url": 8000}, "judge: url must be http"),
+        ({"key": 5}, "key is the name of an environment variable, never its value$"),
         ({"key": "abc-123"}, "key is the name of an environment variable, never its value$"),
         ({"kwargs": {"a": 1}}, "fields of its requests go into options"),
     ],
