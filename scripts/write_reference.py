@@ -59,8 +59,8 @@ def settings_page() -> str:
     parts.append(
         "Given as `name=value` behind `python -m infsample_rl.main`, or in YAML of your own laid out like `configs/` "
         "(`--config-dir DIR`). "
-        "`none` is written `null`. A value out of bounds, or one that contradicts another, is one line before anything "
-        "starts; "
+        "In YAML `none` is written `null`. A value out of bounds, or one that contradicts another, is one line before "
+        "anything starts; "
         "`python -m infsample_rl.main --cfg job` prints all settings as composed.\n"
     )
     columns = ("setting", "meaning", "type", "default", "bound")

@@ -76,7 +76,7 @@ def choices(config_dir: str | None) -> dict[str, list[str]]:
 
 def normalise(override: str) -> str:
     """Let `experiment=NAME` and new keys of dictionaries, `data.chat_template_kwargs.x=1` or `={x: 1}`, be written
-    without Hydra's plus."""
+    without Hydra's plus, and null as none, which messages say."""
     if override.startswith("experiment="):
         return "+" + override
     name, _, value = override.partition("=")
@@ -84,6 +84,8 @@ def normalise(override: str) -> str:
     if not keys or f"{section}.{keys[0]}" not in setting_names():
         return override
     spec = next(spec for spec in dataclasses.fields(SECTIONS[section]) if spec.name == keys[0])
+    if value == "none" and str(spec.type).endswith(" | None"):
+        return f"{name}=null"
     gives_keys = len(keys) > 1 or (value.startswith("{") and str(spec.type).startswith("dict"))
     return "++" + override if gives_keys else override
 

@@ -618,6 +618,11 @@ def test_a_model_without_kernels_is_told_of_at_start(gpus):
     assert "modules" not in start_table_of(config)["schedule"]
 
 
+def test_none_unsets_what_may_be_unset_as_messages_say():
+    config = load_config(["data.eval_source=none", "rollout.max_rows=none", "rollout.predictor=none"])
+    assert (config.data.eval_source, config.rollout.max_rows, config.rollout.predictor) == (None, None, "none")
+
+
 def test_value_with_equals_sign_works_when_quoted():
     assert load_config(['data.instruction="a = b, c"']).data.instruction == "a = b, c"
 

@@ -98,7 +98,7 @@ runpy.run_module("infsample_rl.main", run_name="__main__", alter_sys=True)
             "reward.functions=[reward.py:f] data.source=rows.jsonl data.eval_source=held.jsonl",
             "'levle', which no row of data.eval_source=",
         ),
-        ("rollout.engine=vllm rollout.vllm_python=none", "is no interpreter"),
+        ("rollout.engine=vllm rollout.vllm_python=./none", "is no interpreter"),
     ],
 )
 def test_wrong_input_is_told_though_ray_never_starts(tmp_path, setting, said):
