@@ -47,7 +47,11 @@ class DataConfig:
         "several sources in place of data.source, e.g. `[{source: kk, weight: 2, reward: kk}, {source: sums.jsonl, "
         "reward: my_rewards.py:score}]`",
     )
-    split: str = setting("train", "split of a hub data set; a slice, `train[:1000]`, of a file too")
+    split: str = setting(
+        "train",
+        "split of a hub data set; a slice, `train[:1000]`, of a file too",
+        read_if=lambda c: not all(_is_made(part.source) for part in c.data.parts.values()),
+    )
     eval_source: str | None = setting(
         "auto",
         "held-out problems, given like data.source; auto: the test half of gsm8k, math, kk, kk_tiny, reasoning_gym, "
@@ -83,11 +87,7 @@ class DataConfig:
         {},
         "settings of the reasoning_gym task, e.g. {max_terms: 3}, and of its data set: size (1000 problems) and seed "
         "(0; held-out problems use another range)",
-        read_if=lambda c: any(
-            source.startswith("reasoning_gym:")
-            for part in c.data.parts.values()
-            for source in (part.source, part.held_out or "")
-        ),
+        read_if=lambda c: any(_is_made(part.source) or _is_made(part.held_out) for part in c.data.parts.values()),
     )
 
     def __post_init__(self) -> None:
@@ -139,7 +139,12 @@ class DataConfig:
         """Where held-out problems come from, `auto` resolved."""
         if self.eval_source != "auto":
             return self.eval_source
-        return self.source if self.source in DATA_NAMES or self.source.startswith("reasoning_gym:") else None
+        return self.source if self.source in DATA_NAMES or _is_made(self.source) else None
+
+
+def _is_made(source: str | None) -> bool:
+    """Whether reasoning_gym makes its problems, which have no splits."""
+    return source is not None and source.startswith("reasoning_gym:")
 
 
 def _read_source(index: int, given: Any) -> DataSourceConfig:

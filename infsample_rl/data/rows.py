@@ -115,5 +115,6 @@ def report_bad_rows(faults: list[tuple[int, str]], total: int, label: str, polic
     number, fault = faults[0]
     count = f"{len(faults)} of {total} rows cannot be used ({first_rows([number for number, _ in faults])})"
     if policy == "error" or len(faults) == total:
-        raise ValueError(f"{label}, row {number} {fault}; {count}; mend the data or set data.bad_rows=skip")
+        skip = " or set data.bad_rows=skip" if len(faults) < total else ""
+        raise ValueError(f"{label}, row {number} {fault}; {count}; mend the data{skip}")
     logger.warning("%s: skipped, as %s: row %s %s", label, count, number, fault)

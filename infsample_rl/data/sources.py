@@ -46,8 +46,9 @@ def load_problems(data: DataConfig, *, evaluation: bool, limit: int | None = Non
         rows = generated_rows(data, source, evaluation=evaluation, limit=limit, label=label)
         fields = Fields(prompt="question", answer=None)  # `answer` stays as the task gave it: a few have none
     elif source in SHIPPED:
-        path = ASSETS / source / f"{split}.jsonl"
-        rows, fields, origin = read_rows(path, label), SHIPPED[source], str(path)
+        half = re.split(r"\W", split)[0]  # of a slice, train[:100]
+        path = ASSETS / source / f"{half}.jsonl"
+        rows, fields, origin = slice_of(read_rows(path, label), split, label), SHIPPED[source], str(path)
     elif source in HUB_NAMES:
         origin, fields = HUB_NAMES[source]
         rows = hub_rows(origin, split, label=label, splits_are_configs=source == "kk")
@@ -76,6 +77,8 @@ def slice_of(rows: list[Row], split: str, label: str) -> list[Row]:
     import datasets  # slow to import, and a whole file needs it not
 
     lengths = dict.fromkeys(re.findall(r"(?:^|\+)\s*(\w+)", split), len(rows))
+    if len(lengths) > 1:
+        raise ValueError(f"{label}: its split {split!r} names {' and '.join(lengths)}, and it is one file: name one")
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
@@ -90,7 +93,8 @@ def _refuse_idle_fields(data: DataConfig) -> None:
     for option, field in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
         if known and field is not None:
             raise ValueError(
-                f"{option}={field} has no effect: the fields of {' and '.join(sources)} are known; leave it out"
+                f"{option}={field} has no effect: the fields of {' and '.join(sources)} are known; leave it out, or "
+                "give it in the entry of data.sources that it is for"
             )
 
 

@@ -488,6 +488,7 @@ def test_what_is_told_of_sampling_before_a_run():
     [
         (["objective.kl=k2"], "nothing reads it here: objective.kl"),
         (["rollout.epsilon=0.2"], "nothing reads it here: rollout.epsilon"),
+        (["data.source=reasoning_gym:products", 'data.split="train[:9]"'], "nothing reads it here: data.split"),
         (
             ["rollout.engine=vllm", "cluster.colocate=true", "learner.overlap=false"],
             "nothing reads it here: learner.overlap",

@@ -64,6 +64,18 @@ def test_a_slice_of_a_file_is_taken_as_datasets_takes_it(tmp_path, split, rows):
     assert len(load_problems(held_out, evaluation=True)) == len(rows)
 
 
+def test_a_slice_of_the_shipped_puzzles_is_taken_too():
+    assert load("kk_tiny", split="train[2:5]") == load("kk_tiny")[2:5]
+    held_out = DataConfig(source="kk_tiny", eval_split="test[:4]")
+    assert len(load_problems(held_out, evaluation=True)) == 4
+
+
+def test_a_file_has_no_two_splits(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [GOOD] * 5)
+    said = "its split 'train+test' names train and test, and it is one file: name one"
+    assert message_of(source, split="train+test") == f"data.source={source}: {said}"
+
+
 @pytest.mark.parametrize("split", ["train[:x]", "train[0.5:]", "[:2]"])
 def test_a_split_of_a_file_that_is_no_slice_is_refused(tmp_path, split):
     source = jsonl(tmp_path / "a.jsonl", [GOOD] * 5)
@@ -280,7 +292,7 @@ def test_many_bad_rows_are_counted_and_said_once_and_must_not_be_all(tmp_path, c
     load(source, bad_rows="skip")
     assert len(caplog.records) == 1
     bad_only = jsonl(tmp_path / "bad_only.jsonl", ["{", "["])
-    assert "2 of 2 rows cannot be used (1, 2); mend the data" in message_of(bad_only, bad_rows="skip")
+    assert message_of(bad_only, bad_rows="skip").endswith("2 of 2 rows cannot be used (1, 2); mend the data")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +348,8 @@ def test_fields_that_are_missing_or_ambiguous_are_listed_with_the_option_to_set(
 def test_a_field_setting_that_no_source_reads_is_refused():
     assert (
         message_of("gsm8k", prompt_field="q")
-        == "data.prompt_field=q has no effect: the fields of gsm8k are known; leave it out"
+        == "data.prompt_field=q has no effect: the fields of gsm8k are known; leave it out, or give it in the entry of "
+        "data.sources that it is for"
     )
 
 
