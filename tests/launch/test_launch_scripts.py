@@ -171,6 +171,14 @@ def test_local_joins_no_cluster_that_is_there(stand_ins, free_ports, tmp_path, n
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def test_slurm_makes_no_folder_called_tilde(stand_ins, tmp_path):
+    mine = stand_ins(ray="#!/bin/sh\n") | SLURM | {"SLURM_SUBMIT_DIR": str(tmp_path), "PYTHON": "bash"}
+    command = [ROOT / "launch" / "slurm.sbatch", 'run.dir="~/runs"']
+    done = subprocess.run(command, env=mine, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (2, "error: run.dir=~/runs: give an absolute path\n")
+    assert not (tmp_path / "~").exists()
+
+
 def test_slurm_does_not_wait_for_a_head_node_that_has_ended(stand_ins, tmp_path):
     mine = stand_ins(ray='#!/bin/sh\n[ "$1" = get-auth-token ]\n', srun=SRUN, scontrol=SCONTROL) | SLURM
     mine |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SHORT_FOLDER": "/tmp", "PYTHON": "bash"}
