@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from infsample_rl.reward.peer_forms import accepted
 from infsample_rl.reward.policy_conversation import Asked, PolicyTurn
 from infsample_rl.reward.policy_endpoint import PolicyEndpoint
 
@@ -64,13 +65,6 @@ def acting(made: Any, call: Call) -> Acting:
     if callable(getattr(made, "init", None)):
         return SkyRL(made, call)
     return TextArena(made, call) if callable(getattr(made, "get_observation", None)) else Gymnasium(made, call)
-
-
-def accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What of `given` a function has parameters for."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 class Gymnasium:

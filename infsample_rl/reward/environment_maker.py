@@ -11,8 +11,9 @@ from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.config.environment import NAME_COLUMN, NAMELESS, EnvironmentConfig, of_row
-from infsample_rl.reward.environment_forms import accepted, acts, begins, plays
+from infsample_rl.reward.environment_forms import acts, begins, plays
 from infsample_rl.reward.functions import load_function
+from infsample_rl.reward.peer_forms import accepted, required
 from infsample_rl.reward.policy_endpoint import check_network
 from infsample_rl.reward.user_function import describe_error, given_to_trainer, import_name
 
@@ -37,19 +38,25 @@ class Maker:
         """Imports the files. ValueError in one line for what is not there, or is in neither form."""
         self.path = config.files[0]
         self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
-        found = _factory(config)
+        found: Any = None
+        if config.script:
+            found = given_to_trainer(config.script, "environment_factory", "environment.factory")
+        elif config.factory is not None:
+            found = import_name(*_parts(config.factory), "environment.factory")
         named = found if isinstance(found, dict) else {NAMELESS: found}
-        self.kinds = {str(name): self._kind(factory, _label(config, name)) for name, factory in named.items()}
+        label = f"environment.factory={config.factory}"
+        labels = {name: label if name == NAMELESS else f"{label}, {name!r}," for name in named}
+        self.kinds = {str(name): self._kind(factory, labels[name]) for name, factory in named.items()}
         forms = {name: kind.form for name, kind in self.kinds.items()}
         if len(set(forms.values())) != 1:
-            raise ValueError(f"environment.factory={config.factory}: all must be of one form, got {forms or 'none'}")
+            raise ValueError(f"{label}: all must be of one form, got {forms or 'none'}")
         self.form = next(iter(forms.values()))
         loaded = {name: load_function(function) for name, function in functions.items()}
         self.scoring = {name: function for name, function in loaded.items() if function.form == "environments"}
         if self.form != TOOLS and self.scoring:
             raise ValueError(
-                f"reward.functions: {next(iter(self.scoring))} takes environments with tools; "
-                f"environment.factory={config.factory} has turns, and rewards them itself"
+                f"reward.functions: {next(iter(self.scoring))} takes environments with tools; {label} has turns, and "
+                "rewards them itself"
             )
         self.schemas = {name: kind.schemas for name, kind in self.kinds.items()}
         self.columns = {name: kind.columns for name, kind in self.kinds.items()}
@@ -80,7 +87,7 @@ class Maker:
             if not callable(factory):
                 raise ValueError(f"{label} is neither a class nor a function")
             made = self._first(factory)
-        elif factory is not None and (needed := _needed(factory, bound=False)):
+        elif factory is not None and (needed := required(factory)):
             raise ValueError(f"{label} needs {needed[0]!r} to be made: give a function that makes one")
         form = PROGRAM if plays(made) else ACTIONS if acts(made) else TOOLS
         if made is not None and not begins(made):
@@ -116,33 +123,12 @@ class Maker:
         return made
 
 
-def _factory(config: EnvironmentConfig) -> Any:
-    """What environment.factory names: a class, a function, or a dictionary of them; None where it names nothing."""
-    if config.script:
-        return given_to_trainer(config.script, "environment_factory", "environment.factory")
-    return None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
-
-
-def _label(config: EnvironmentConfig, name: str) -> str:
-    return f"environment.factory={config.factory}{f', {name!r},' if name != NAMELESS else ''}"
-
-
 def _columns(factory: Callable[..., Any], made: Any, form: str) -> list[str]:
     """That making one and opening an episode ask a row for."""
-    asked = [] if inspect.isclass(factory) else _needed(factory, bound=False)
+    asked = [] if inspect.isclass(factory) else required(factory)
     if form != ACTIONS:
-        asked += _needed(made.rollout if form == PROGRAM else made.reset)
+        asked += required(made.rollout if form == PROGRAM else made.reset)[1:]  # behind the instance
     return [name for name in dict.fromkeys(asked) if name not in ("seed", "prompt", "base_url", "api_key")]
-
-
-def _needed(function: Callable[..., Any], *, bound: bool = True) -> list[str]:
-    """Its parameters without a default; `bound`: the first is the instance."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[bound:]
-    except (ValueError, TypeError):
-        return []  # of C: calling it will tell
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
 
 
 def _tools_of(made: Any) -> list[Callable[..., Any]]:

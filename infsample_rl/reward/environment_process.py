@@ -48,7 +48,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infsample_rl.reward.environment_forms import Acted, Acting, TextArena, accepted, acting, awaited
+from infsample_rl.reward.environment_forms import Acted, Acting, TextArena, acting, awaited
 from infsample_rl.reward.environment_maker import TOOLS, Maker
 from infsample_rl.reward.function_process import own_pipes, reply
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function
@@ -56,6 +56,7 @@ from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.keeper import ENVIRONMENT, how_ended
 from infsample_rl.reward.linux_sandbox import NAME, SUBREAPER, prctl
+from infsample_rl.reward.peer_forms import accepted
 from infsample_rl.reward.policy_conversation import Asked, Message
 from infsample_rl.reward.user_function import describe_error
 

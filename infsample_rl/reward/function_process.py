@@ -26,6 +26,7 @@ from typing import Any
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function, load_function
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
+from infsample_rl.reward.peer_forms import OF_TRL
 from infsample_rl.reward.user_function import describe_error
 
 LONGEST_NAME = 200  # characters of what a function reports beside its values
@@ -89,7 +90,8 @@ def _score(
     """The reply to one call; whatever the function raises becomes the problem of its samples."""
     try:
         values, reported = call_function(function, pickle.loads(pickled_prompt), samples)
-        checked = [(None, "") if value is None and function.may_skip else as_reward(value) for value in values]
+        may_skip = function.form in OF_TRL  # whose None says that it does not apply to a sample
+        checked = [(None, "") if value is None and may_skip else as_reward(value) for value in values]
         numbers = {
             _shown(name): [as_reward(value)[0] for value in column]
             for name, column in reported.items()

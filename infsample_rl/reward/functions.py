@@ -19,7 +19,7 @@ from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.config.fields import did_you_mean
 from infsample_rl.config.reward import ENVIRONMENT, JUDGE, RULES
 from infsample_rl.reward.hidden_values import without_values
-from infsample_rl.reward.peer_forms import OF_TRL, Called, call_form, check_keywords, columns_of, form_of
+from infsample_rl.reward.peer_forms import Called, call_form, check_keywords, columns_of, form_of
 from infsample_rl.reward.user_function import import_name
 
 IN_PROCESSES = ("rule", "user")  # kinds of functions
@@ -37,11 +37,6 @@ class LoadedFunction:
     kwargs: dict[str, Any]
     path: str | None = None  # the user's file
     needs: list[list[str]] = field(default_factory=list)  # see checks.py
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether None means that the function does not apply to a sample (TRL's), not that it failed."""
-        return self.form in OF_TRL
 
 
 def takes_one(form: str) -> bool:

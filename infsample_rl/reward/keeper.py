@@ -177,19 +177,15 @@ class _Keeper:
     def _above_limits(self) -> str:
         """What to say when the function process and all it started, orphans too, are or hold more than they may, else
         ""."""
-        limit, tree, most_processes = (
-            self._isolation.memory_bytes,
-            descendants(os.getpid()),
-            self._isolation.most_processes,
-        )
-        if len(tree) > most_processes:
-            most = f"at most {most_processes:,} may run at a time"
+        tree, held_to, limit = descendants(os.getpid()), self._isolation, self._isolation.memory_bytes
+        if len(tree) > held_to.most_processes:
+            most = f"at most {held_to.most_processes:,} may run at a time"
             return f"{len(tree):,} processes, what earlier calls left among them; {most}"
         if sum(_held_bytes(pid) for pid in tree) <= limit:
             return ""
         held = {pid: _held_bytes(pid, shared_once=True) for pid in tree}
-        used, above = sum(held.values()), f"above reward.memory_limit={self._isolation.memory_limit}"
-        if used <= limit or (self._isolation.ends_orphans and held[self._child] <= limit and _end_largest(held)):
+        used, above = sum(held.values()), f"above reward.memory_limit={held_to.memory_limit}"
+        if used <= limit or (held_to.ends_orphans and held[self._child] <= limit and _end_largest(held)):
             return ""
         return f"{used / 1e9:.2f} GB in {len(tree)} processes, {above}"
 

@@ -53,7 +53,7 @@ def form_of(label: str, function: Function, kwargs: dict[str, Any]) -> str:
         raise ValueError(f"reward.functions: {label}({', '.join(parameters)}) fits no form: {_FORMS}")
     form = fitting[0]
     check_keywords(label, function, kwargs, given=GIVEN[form])
-    missing = [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
+    missing = [name for name in required(function) if name not in (*GIVEN[form], *kwargs)]
     if form not in OF_TRL and missing:  # TRL's others are columns of the data
         raise ValueError(
             f"reward.functions: {label} needs {missing[0]}, which {form}'s form does not give: {_FORMS}; set it in "
@@ -66,8 +66,8 @@ def columns_of(form: str, function: Function, kwargs: dict[str, Any]) -> list[st
     """The columns that a function needs: parameters of TRL's form that nothing else gives, and the answer where another
     form's function cannot be called without."""
     if form not in OF_TRL:
-        return ["answer"] if any(name in ANSWERS and name not in kwargs for name in _required(function)) else []
-    return [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
+        return ["answer"] if any(name in ANSWERS and name not in kwargs for name in required(function)) else []
+    return [name for name in required(function) if name not in (*GIVEN[form], *kwargs)]
 
 
 def check_keywords(label: str, function: Function, kwargs: dict[str, Any], given: Sequence[str]) -> None:
@@ -181,18 +181,25 @@ def _values(values: Any, count: int) -> list[Any]:
 
 
 def _call(function: Function, arguments: dict[str, Any]) -> Any:
-    if not _takes_any(function):
-        parameters = inspect.signature(function).parameters
-        arguments = {name: value for name, value in arguments.items() if name in parameters}
-    value = function(**arguments)
+    value = function(**accepted(function, arguments))
     return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def accepted(function: Function, given: dict[str, Any]) -> dict[str, Any]:
+    """What of `given` a function has parameters for."""
+    parameters, takes_any = inspect.signature(function).parameters, _takes_any(function)
+    return {name: value for name, value in given.items() if takes_any or name in parameters}
 
 
 def _takes_any(function: Function) -> bool:
     return any(parameter.kind == parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
 
 
-def _required(function: Function) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]
+def required(function: Function) -> list[str]:
+    """Its parameters without a default; none of one of C that does not say: calling it will tell."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [one.name for one in parameters if one.kind not in variadic and one.default is one.empty]

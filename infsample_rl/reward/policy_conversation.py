@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infsample_rl.data.fields import ROLES
@@ -77,7 +77,10 @@ class Chat:
         """Refused where the trajectory cannot go on with it."""
         before, now = self._messages, asked.messages
         if not before:
-            return _check_prompt(now)
+            called = [place for place, message in enumerate(now) if message["role"] == "tool" or "calls" in message]
+            if called:
+                raise Refused(f"messages[{called[0]}]: a trajectory begins without tool calls")
+            return
         if asked.tools != self._tools:
             raise Refused("tools are not what they were: a trajectory offers the same in every turn")
         changed = next((place for place, pair in enumerate(zip(before, now, strict=False)) if not _same(*pair)), None)
@@ -195,12 +198,6 @@ def _nothing_else(given: Mapping[str, Any], known: Mapping[str, Any], where: str
             raise Refused(
                 f"{where}{name}={json.dumps(value)[:60]}: how is sampled the run's settings say; leave it out"
             )
-
-
-def _check_prompt(messages: Iterable[Message]) -> None:
-    for place, message in enumerate(messages):
-        if message["role"] == "tool" or "calls" in message:
-            raise Refused(f"messages[{place}]: a trajectory begins without tool calls")
 
 
 def _read_message(place: int, message: Any) -> Message:

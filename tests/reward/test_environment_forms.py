@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from infsample_rl.reward.environment_forms import Acted, accepted, acting, acts, begins
+from infsample_rl.reward.environment_forms import Acted, acting, acts, begins
+from infsample_rl.reward.peer_forms import accepted
 
 Kind = Enum("Kind", ["PLAYER_ACTION", "GAME_MESSAGE"])
 

@@ -20,6 +20,7 @@ SECRET = re.compile(
 )
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}  # of transformers
 SCHEDULES |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+NUMBERS = (int, float, positive, not_negative)
 NO_CRITIC = "there is no critic: a baseline is the group's own"
 NO_DROPOUT, STEADY_KL = "adapters have no dropout", "the weight of a KL stays as it is"
 
@@ -81,12 +82,7 @@ class Conversion:
         self._read.add(name)
         found = self.given.get(name, self._defaults.setdefault(name, default))
         try:
-            if isinstance(found, bool) and kind in (
-                int,
-                float,
-                positive,
-                not_negative,
-            ):  # a flag without its value
+            if isinstance(found, bool) and kind in NUMBERS:  # a flag without its value
                 raise ValueError(found)
             return kind(found)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
