@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
-KINDS = {
+KINDS: dict[str, tuple[Any, str]] = {
     "int": (Integral, "a whole number"),
     "float": (Real, "a number"),
     "bool": (bool, "true or false"),
