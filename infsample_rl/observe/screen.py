@@ -92,7 +92,7 @@ class Screen:
 
     def rewind(self, step: int) -> None:
         """Go on after `step`: what came later is done again."""
-        self._step = step
+        self._step, self._rate = step, None
         self._marks.clear()
         self.view.rewind(step)
 
