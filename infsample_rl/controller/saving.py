@@ -52,7 +52,7 @@ class CheckpointSaver:
         When it cannot be written (a full disk) the checkpoint before stays; only at the end of the run that is an
         error.
         """
-        run, started = self._run, time.time()
+        run, started = self._run, time.monotonic()
         try:
             with run.interruption.held(run.config.run.grace_s):  # it is what SIGTERM would want
                 self.checkpoint = checkpoints.write_checkpoint(run.run_dir, self.finished, self._save_parts)
@@ -70,7 +70,7 @@ class CheckpointSaver:
         forget_turns(run.run_dir, self.saved_step)
         for kept in checkpoints.drop_old(run.run_dir, run.config.run.keep_checkpoints):
             run.log.warn_seldom(kept)
-        self._seconds = time.time() - started
+        self._seconds = time.monotonic() - started
         run.log.note(f"checkpoint {self.checkpoint} written in {self._seconds:.1f} s")
         run.log.write_report()
 

@@ -261,6 +261,15 @@ def test_sigterm_during_a_save_lets_it_end(train):
     assert run.saved == ["step_000002"] and "stopped after step 2; nothing but the unfinished step is lost" in run.log
 
 
+def test_a_clock_that_jumps_during_a_save_costs_the_next_one_no_time(train, monkeypatch):
+    def jump(cluster: FakeCluster) -> None:
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 3600)
+
+    run = train(save=at_call(1, jump), check_nodes=at_call(4, sigterm))
+    assert run.saved[-1] == "step_000003" and "nothing but the unfinished step is lost" in run.log
+
+
 def test_sigterm_saves_what_is_finished_though_the_checkpoint_before_was_damaged(train, tmp_path):
     def damage_and_end(cluster: FakeCluster) -> None:
         (tmp_path / "run/checkpoints/step_000002/driver_state.json").write_text("")
