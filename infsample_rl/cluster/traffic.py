@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ from infsample_rl.types import Prompt, RowWork
 GATHER_SHARE, GATHER_S = 0.01, 0.1
 MOST_ASKED_AT_ONCE = {"reward": 16, "reference": 4}  # micro-groups in one call
 MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
+MOST_CALLS_OF_ROWS = 2  # of a rank at a time: one that it does, and one behind which a save at SIGTERM has to wait
 
 
 class Traffic:
@@ -100,10 +102,14 @@ class Traffic:
         self._unsent_rows.setdefault(rank, []).append((work, keys))
 
     def _send_rows(self) -> None:
-        unsent, self._unsent_rows = self._unsent_rows, {}
-        for rank, rows in unsent.items():
-            for first in range(0, len(rows), MOST_ROWS_AT_ONCE):
-                self._send_to_learn(rank, rows[first : first + MOST_ROWS_AT_ONCE])
+        """To all ranks alike, so that what they are asked between two calls comes between the same rows on each."""
+        calls = Counter(call.index for call in self._pending.values() if call.role == "learner")
+        while self._unsent_rows and max(calls.values(), default=0) < MOST_CALLS_OF_ROWS:
+            for rank, rows in self._unsent_rows.items():
+                self._send_to_learn(rank, rows[:MOST_ROWS_AT_ONCE])
+                calls[rank] += 1
+                del rows[:MOST_ROWS_AT_ONCE]
+            self._unsent_rows = {rank: rows for rank, rows in self._unsent_rows.items() if rows}
 
     def _send_to_learn(self, rank: int, rows: list[tuple[RowWork, list[int]]]) -> None:
         handle = self._calls.workers.all("learner")[rank]
@@ -231,8 +237,7 @@ class Traffic:
         self._micro_groups.forget([key for key in self._micro_groups.payloads if key not in keep])
         self._pending.clear()
         self._unsent_rows.clear()
-        for waiting in self._unasked.values():
-            waiting.clear()
+        self._unasked = {"reward": [], "reference": []}
 
     def num_in_flight(self) -> dict[str, int]:
         """Calls on reward, reference and learner that have not been answered; may be asked from another thread."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, islice
 
 import pytest
 
@@ -290,3 +290,26 @@ def test_what_is_to_be_kept_of_a_step_that_is_given_up_is_there_still():
     step.arrive([3, 7])
     step.traffic.abandon(keep=[3])
     assert list(step.micro_groups.payloads) == list(step.micro_groups.work) == [3]
+
+
+def test_ranks_have_two_calls_of_rows_at_most_and_get_the_next_together():
+    """A save at SIGTERM comes behind them, and another collective between the same rows of each."""
+    asked = []
+
+    def learn(sealed, *_):
+        asked.append(Ref(report(sealed), is_there=False))
+        return asked[-1]
+
+    step = Step(samples=0, learner=[Handle(learn_rows=Method(learn)) for _ in range(2)])
+    for rank in 3 * MOST_ROWS_AT_ONCE * [0, 1]:
+        step.traffic.learn(rank, ROW, [])
+    step.traffic._send_rows()
+    arrivals = step.traffic.arrivals(until_learner_is_idle=True)
+    for done, sent in enumerate([4, 6]):  # rank 0 ends its first call, then rank 1
+        asked[done].is_there = True
+        assert {arrival.rank for arrival in islice(arrivals, MOST_ROWS_AT_ONCE)} == {done}
+        step.traffic._send_rows()
+        assert len(asked) == sent
+    for ref in asked:
+        ref.is_there = True
+    assert len(list(arrivals)) == 4 * MOST_ROWS_AT_ONCE and len(asked) == 6
