@@ -56,9 +56,11 @@ def explain(text: str, run_dir: str | None) -> str:
     if not is_out_of_memory(text) or SAID in text:
         return text
     who, phase = WHO.search(text), PHASE.search(text)
-    role = who[1] if who else None
+    name, role = (who[0], who[1]) if who else ("the driver", None)
+    if text.startswith("every reward of "):  # so many steps, as the driver says
+        name, role = "a reward function or model", "reward"
     part = PART_OF_PHASE.get(phase[1] if phase else "", role)
-    said = [f"{who[0] if who else 'the driver'} {SAID}" + (f" in phase {phase[1]}" if phase else "")]
+    said = [f"{name} {SAID}" + (f" in phase {phase[1]}" if phase else "")]
     said += filter(None, [planned_text(Path(run_dir or "."), role)])
     said += [f"take {LESS[part]}"] if part is not None else []
     return f"{'; '.join(said)} ({text})"

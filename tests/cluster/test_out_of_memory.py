@@ -88,6 +88,10 @@ def test_the_innermost_phase_travels_with_an_exception():
         ("reward worker 0: Unable to allocate 2.0 TiB", f"reward worker 0 {{}}; take {LESS['reward']}"),
         ("reference worker 0: MemoryError", f"reference worker 0 {{}}; take {LESS['reference']}"),
         ("[Errno 12] Cannot allocate memory", "the driver {}"),
+        (
+            f"every reward of 3 steps in a row failed: model:m: raised OutOfMemoryError: {CUDA} on prompt row 7",
+            f"a reward function or model {{}}; take {LESS['reward']} (every reward of 3 steps",
+        ),
         ("rollout worker 0: its process died (Ray ended it: the node ran low on memory)", "rollout worker 0 {}"),
     ],
 )
