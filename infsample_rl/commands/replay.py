@@ -76,7 +76,7 @@ def start_of(run_dir: Path, step: int) -> Path | None:
     """The checkpoint a step began from, None: the model itself. ValueError when it was not kept."""
     if step == 1:
         return None
-    kept = {checkpoints.step_of(folder): folder for folder in checkpoints.checkpoints(run_dir)}
+    kept = {int(folder.name[5:]): folder for folder in checkpoints.checkpoints(run_dir)}
     if step - 1 not in kept:
         there = ", ".join(map(str, kept)) or "none"
         raise ValueError(

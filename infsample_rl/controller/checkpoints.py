@@ -122,9 +122,12 @@ def lock_run_folder(run_dir: Path) -> TextIO:
         raise ValueError(f"run.dir={run_dir} cannot be written ({error.strerror})") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         lock.close()
-        raise ValueError(f"run.dir={run_dir} is in use by a running process; give another run.dir") from None
+        why = "is in use by a running process; give another run.dir"
+        if not isinstance(error, BlockingIOError):
+            why = f"cannot be locked ({error.strerror}): it needs a file system with flock (Lustre: -o flock)"
+        raise ValueError(f"run.dir={run_dir} {why}") from None
     return lock
 
 
@@ -179,11 +182,6 @@ def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The driver's state of a checkpoint: step, data position, expected lengths."""
     return json.loads((checkpoint / STATE_FILE).read_text())
-
-
-def step_of(checkpoint: Path) -> int:
-    """The last step a checkpoint has."""
-    return int(read_state(checkpoint)["step"])
 
 
 def write_checksums(folder: Path) -> None:

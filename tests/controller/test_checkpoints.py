@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,15 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path):
         lock_run_folder(tmp_path)
     lock.close()
     lock_run_folder(tmp_path).close()
+
+
+def test_a_file_system_without_locks_is_said_in_one_line(tmp_path, monkeypatch):
+    def refuse(*_) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match=r"run.dir=.* cannot be locked \(Function not implemented\): it needs a file"):
+        lock_run_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
