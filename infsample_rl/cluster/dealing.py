@@ -42,19 +42,14 @@ class ExpectedLengths:
 
 
 def deal(
-    prompts: list[Prompt],
-    group_size: int,
-    num_workers: int,
-    *,
-    whole_prompts: bool,
-    expected: list[float] | None = None,
+    prompts: list[Prompt], group_size: int, num_workers: int, *, whole_prompts: bool, expected: list[float]
 ) -> list[list[RolloutWork]]:
     """Cut the step's samples, in (prompt, sample) order, into one contiguous part for every worker, near-equal in
     expected tokens.
 
-    `expected`: tokens of a sample of every prompt; None: all equal. A prompt's group may be split over workers;
-    `whole_prompts` keeps it on one (dynamic_slot needs that). Example: 1 prompt, G = 4, 2 workers -> [[prompt 0:
-    samples 0, 1], [prompt 0: samples 2, 3]].
+    `expected`: tokens of a sample of every prompt. A prompt's group may be split over workers; `whole_prompts` keeps it
+    on one (dynamic_slot needs that). Example: 1 prompt, G = 4, 2 workers -> [[prompt 0: samples 0, 1], [prompt 0:
+    samples 2, 3]].
     """
     if whole_prompts:
         return [
@@ -62,11 +57,7 @@ def deal(
             for worker in range(num_workers)
         ]
     work = [work_of(prompt, range(group_size)) for prompt in prompts]
-    return split(
-        work,
-        num_workers,
-        None if expected is None else {prompt.prompt_index: e for prompt, e in zip(prompts, expected, strict=True)},
-    )
+    return split(work, num_workers, {prompt.prompt_index: e for prompt, e in zip(prompts, expected, strict=True)})
 
 
 def split(

@@ -168,7 +168,8 @@ class TrainingStep:
 def start_rollout(run: RunState, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
     """Deal `samples` of every prompt. `batch`: number of the step they will train, which their noise is made from."""
     whole_prompts = run.config.rollout.schedule == "dynamic_slot" and not evaluation
-    expected = [run.expected_lengths(prompt) for prompt in prompts]
+    # a held-out row has the number of another that is trained on
+    expected = [1.0 if evaluation else run.expected_lengths(prompt) for prompt in prompts]
     dealt = deal(prompts, samples, len(run.cluster.weights.holders), whole_prompts=whole_prompts, expected=expected)
     run.cluster.rollout.start(dealt, step=batch, evaluation=evaluation)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from infsample_rl.cluster.dealing import deal
+from infsample_rl.cluster.dealing import ExpectedLengths, deal
 from infsample_rl.config import Config, RewardFunctionConfig
 from infsample_rl.controller.groups import StepGroups, loss_totals, mini_batches, trainable_specs
+from infsample_rl.controller.step import start_rollout
 from infsample_rl.controller.step_metrics import sample_metrics
 from infsample_rl.types import Episode, LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
 from tests import fakes
@@ -49,9 +51,21 @@ def scored(settings: Config, *earned: tuple, with_reference: bool = False) -> St
 
 
 def test_whole_prompts_stay_on_one_worker():
-    parts = deal(prompts(3), 2, 2, whole_prompts=True)
+    parts = deal(prompts(3), 2, 2, whole_prompts=True, expected=[1.0, 9.0, 1.0])
     dealt = [[(work.prompt_index, work.sample_indices) for work in part] for part in parts]
     assert dealt == [[(0, [0, 1]), (2, [0, 1])], [(1, [0, 1])]]
+
+
+def test_held_out_rows_are_dealt_evenly_whatever_is_known_of_rows_with_their_numbers():
+    known, dealt = ExpectedLengths(), []
+    known.observe({0: [300], 1: [100]})
+    rollout = SimpleNamespace(start=lambda parts, **_: dealt.append(parts))
+    cluster = SimpleNamespace(weights=SimpleNamespace(holders={0, 1}), rollout=rollout)
+    run = SimpleNamespace(config=config(), cluster=cluster, expected_lengths=known)
+    for evaluation in (False, True):
+        start_rollout(run, prompts(2), 4, batch=0, evaluation=evaluation)
+    counts = [[sum(len(item.sample_indices) for item in part) for part in parts] for parts in dealt]
+    assert counts == [[2, 6], [4, 4]]
 
 
 def test_turns_are_credited_with_what_was_earned_from_them_on():
