@@ -27,7 +27,7 @@ class RolloutStreams:
     def __init__(self, config: Config, calls: Calls, weights: WeightDelivery) -> None:
         self._config, self._calls, self._weights = config, calls, weights
         self.num_moved = 0  # samples since the start that a worker gave back, not having started them, for an idle one
-        self.decoding: set[int] = set()  # rollout workers dealt work since start()
+        self.decoding: set[int] = set()  # rollout workers dealt work of this step or evaluation
         self.ends: list[StreamEnd] = []  # of streams since start(); a worker that was dealt more later has several
         self._batch: tuple[int, bool] = (0, False)  # step and evaluation of what is sampled
         self._backlog: list[RolloutWork] = []  # dealt to nobody
@@ -38,7 +38,9 @@ class RolloutStreams:
 
     def start(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool = False) -> None:
         """Let every worker that holds the weights decode its part; micro-groups then come out of traffic.arrivals()."""
-        self._batch, self.decoding, self.ends = (step, evaluation), set(), []
+        if self._batch != (step, evaluation):  # else it is a further round of the same step
+            self.decoding = set()
+        self._batch, self.ends = (step, evaluation), []
         for index, work in zip(sorted(self._weights.holders), dealt, strict=True):
             self._start_stream(index, work)
 

@@ -107,6 +107,15 @@ def test_a_micro_group_comes_with_its_header_and_the_end_with_figures_and_phases
     assert streams.ends == []
 
 
+def test_who_had_work_in_any_round_of_a_step_counts_as_decoding():
+    """It is asked what its length probe saw, also where a later round had nothing for it."""
+    made = Decoding(whole(0), whole(1))
+    made.streams.start([[work(1, [0])], []], step=0)
+    assert made.streams.decoding == {0, 1}
+    made.streams.start([[work(0, [0])], []], step=1)
+    assert made.streams.decoding == {0}
+
+
 def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two():
     small, large = [completion(0, 0), completion(0, 1)], [completion(0, 2, 20_000), completion(0, 3)]
     items = list(seal_micro_groups(iter([header(0, [0, 1], num_waiting=2), small, header(0, [2, 3]), large])))
