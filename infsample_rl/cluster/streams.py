@@ -205,6 +205,7 @@ class RolloutStreams:
             return
         self._weights.holders.add(returned.index)
         self._calls.note(f"{worker_name('rollout', returned.index)} is back")
+        self._ask_for_work()
 
     def give_up(self, lost: WorkerLost) -> None:
         """A worker that decodes, gives work back or returns does not move: take it as lost."""
@@ -248,7 +249,7 @@ class RolloutStreams:
                 self._start_stream(index, work)
 
     def _ask_for_work(self) -> None:
-        """A worker has ended its part: ask the one that owes most for samples that it has not started."""
+        """A worker has nothing to do: ask the one that owes most for samples that it has not started."""
         if self._backlog or not self._idle() or self._config.shares_process or self._asked_back:
             return
         busy = [stream for stream in self._streams.values() if not stream.has_nothing_to_give]

@@ -167,6 +167,15 @@ def test_what_a_worker_owed_that_is_gone_is_drawn_by_the_one_in_its_place_once_i
     assert lost_one.dealt_again() == [[2, 3]] and lost_one.orders(lost_one.spares[0]) == [[2, 3]]
 
 
+def test_a_worker_that_comes_back_when_all_is_dealt_gets_of_what_others_have_not_started():
+    made = Decoding([DIED], [*part([4, 5], 2), stream_end(1)], whole(2))
+    made.take(0)
+    made.take(2, items=3)
+    assert made.dealt_again() == [[0, 1, 2, 3]], "worker 2 draws all that was lost"
+    made.come_back(0)
+    assert [len(handle.give_back.calls) for handle in made.handles] in ([0, 1, 0], [0, 0, 1])
+
+
 def test_samples_that_were_lost_are_dealt_once_to_a_worker_that_is_idle(lost_one):
     lost_one.streams.draw_again(work(0, [0, 1]), "a node is gone")  # they had arrived
     lost_one.take(1, items=5)
