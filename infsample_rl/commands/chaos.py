@@ -123,12 +123,14 @@ def table_of(hits: list[Hit], step_s: float) -> list[dict[str, Any]]:
 
 def _run(arguments: list[str]) -> int:
     options, settings = parse_with_settings(arguments, ChaosOptions)
+    if fixed := [each for each in settings if each.lstrip("+").partition("=")[0] in ("run.dir", "run.steps")]:
+        raise ValueError(f"{fixed[0]} has no part here: give steps=N; each of both runs has a folder of its own")
     exact = load_config(settings).is_deterministic
     folder = Path(tempfile.mkdtemp(prefix="chaos_"))
     runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
     for run in runs:
         run.parent.mkdir()
-    own = ["logging.wandb=disabled", f"run.steps={options.steps}", *settings]
+    own = [*settings, "logging.wandb=disabled", f"run.steps={options.steps}"]
     commands = [[sys.executable, "-m", "infsample_rl.main", *own, f"run.dir={run}"] for run in runs]
     started = time.monotonic()
     plain = subprocess.run(commands[0], capture_output=True, text=True)

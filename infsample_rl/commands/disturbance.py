@@ -90,11 +90,11 @@ class Target:
         """Start the driver; it goes on from its last checkpoint."""
         self.starts += 1
         self.may_fail = False
-        self._log = (self.run_dir.parent / f"start_{self.starts}.log").open("w")
         environment = {**os.environ, MARK: self._mark}
-        self.driver = subprocess.Popen(
-            self._command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with (self.run_dir.parent / f"start_{self.starts}.log").open("w") as self._log:
+            self.driver = subprocess.Popen(
+                self._command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def runs(self) -> bool:
         """Whether the run has not ended; a driver that was killed is started again. RuntimeError if it failed by
@@ -107,8 +107,9 @@ class Target:
         return code != 0
 
     def processes(self) -> list[tuple[int, tuple[str, ...]]]:
-        """(pid, roles) of every worker that lives, and the driver."""
-        found: list[tuple[int, tuple[str, ...]]] = [(self.driver.pid, ("driver",))]
+        """(pid, roles) of every worker that lives, and of the driver while it does."""
+        lives = self.driver.poll() is None  # else another process may have its id
+        found: list[tuple[int, tuple[str, ...]]] = [(self.driver.pid, ("driver",))] if lives else []
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             title = self._title(pid)
             if roles := next((roles for name, roles in ROLES.items() if f"ray::{name}" in title), ()):
@@ -145,7 +146,6 @@ class Target:
         """Kill what is left of the run."""
         for pid, _ in self.processes():
             send(pid, signal.SIGKILL)
-        self._log.close()
 
 
 class Disturber:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from infsample_rl.commands.chaos import differences, main, table_of
-from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Disturber, Hit, tear
+from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Disturber, Hit, Target, tear
 from infsample_rl.reward.keeper import ENVIRONMENT
 
 PACKAGE = Path(__file__).resolve().parents[2] / "infsample_rl"
@@ -99,6 +103,29 @@ def test_a_hit_costs_what_it_took_beyond_a_step():
     cell = Cell("kill", "rollout", "decode")
     hits = [Hit(cell, 1, 0.0, seconds=12.0), Hit(cell, 2, 0.0, seconds=8.0), Hit(cell, 3, 0.0)]
     assert table_of(hits, 2.0) == [{**cell._asdict(), "hits": 3, "seconds_lost": 8.0}]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_driver_that_has_ended_is_none_of_the_runs_processes_and_its_log_is_closed(tmp_path):
+    target = Target([sys.executable, "-c", "print(7)"], tmp_path / "run")
+    target.driver.wait()
+    assert target.processes() == [] and target._log.closed and Path(target._log.name).read_text() == "7\n"
+
+
+def test_steps_and_folders_are_chaoss_own_and_no_tracker_is_told(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return SimpleNamespace(returncode=3, stdout="", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for argument in ("run.steps=30", "run.dir=mine"):
+        assert main([argument]) == 2 and f"{argument} has no part here" in capsys.readouterr().err
+    assert commands == [] and main(["steps=40", "logging.wandb=online"]) == 3
+    assert [word for word in commands[0] if word.startswith("logging.wandb=")][-1] == "logging.wandb=disabled"
+    assert "run.steps=40" in commands[0]
 
 
 @pytest.mark.parametrize(
