@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from infsample_rl.controller.checkpoints import folders_after
 from infsample_rl.controller.groups import Group, SampleRecord, StepGroups
 from infsample_rl.controller.step_metrics import Metrics
 from infsample_rl.types import Completion, Prompt
@@ -85,7 +86,7 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
     """A recorded step. ValueError, with the steps that there are, when it was not recorded."""
     folder = recording_folder(run_dir, step)
     if not (folder / FACTS).is_file():
-        steps = [str(int(path.name.removeprefix("step_"))) for path in sorted((run_dir / FOLDER).glob("step_*"))]
+        steps = [str(int(path.name[5:])) for path in folders_after(run_dir / FOLDER, -1)]
         raise ValueError(
             f"step={step} of {run_dir} was not recorded; recorded steps: {', '.join(steps) or 'none'}; set "
             "logging.record_every=1 in a run to keep all"

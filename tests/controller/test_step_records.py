@@ -10,6 +10,7 @@ import pytest
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.groups import StepGroups
+from infsample_rl.controller.recording import read_recording
 from infsample_rl.controller.step_records import (
     completion_records,
     cut_by_observations,
@@ -129,3 +130,10 @@ def test_what_an_environment_said_is_found_in_the_text_also_in_what_is_left_of_a
     shown = [shortened(text)[start:end] for start, end in shown_places(places, len(text))]
     assert shown == [text[3:9], text[half - 5 : half], text[3 * half : 3 * half + 8], text[-9:]]
     assert shown_places(places[:1], 12) == [[3, 9]]
+
+
+def test_the_steps_that_were_recorded_are_named_and_folders_beside_them_are_none(tmp_path):
+    for name in ("step_000010", "step_000002", "step_000003_mine", "superseded"):
+        (tmp_path / "recordings" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match="step=4 of .* was not recorded; recorded steps: 2, 10; set logging.record_ev"):
+        read_recording(tmp_path, 4)
