@@ -42,7 +42,7 @@ class Recovery:
                 )
             back = (
                 f"{reason}: going back to {checkpoint or 'the start'}; steps {state['step'] + 1} to "
-                f"{self._run.step + 1} are done again"
+                f"{self._saver.finished['step'] + 1} are done again"
             )
             try:
                 self._run.cluster.return_to(str(checkpoint) if checkpoint else None, reason)

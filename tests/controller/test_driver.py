@@ -124,6 +124,12 @@ def test_a_lost_step_is_done_again_from_the_last_checkpoint(train, staleness):
     assert checkpoints.read_state(run.folder / "checkpoints/step_000004") == state
 
 
+def test_a_step_lost_while_its_weights_are_published_is_the_last_that_is_done_again(train):
+    run = train(publish_weights=at_call(4, lose_step))
+    (warning,) = read_records(run.folder / "warnings.jsonl")
+    assert "steps 3 to 3 are done again" in warning["text"] and run.steps == [1, 2, 3, 4]
+
+
 def test_what_was_wrong_with_a_checkpoint_is_kept_when_the_run_goes_back_behind_it(train, tmp_path):
     def damage_and_lose(cluster: FakeCluster) -> None:
         (tmp_path / "run/checkpoints/step_000002/driver_state.json").write_text("")
