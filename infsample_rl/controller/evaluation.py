@@ -19,13 +19,9 @@ class Evaluation:
     def __init__(self, run: RunState, prompts: list[Prompt]) -> None:
         self._run, self._prompts = run, prompts
 
-    def is_due(self) -> bool:
-        """Whether the step that is done now is evaluated."""
-        return bool(self._prompts) and (self._run.step == 0 or self._run.is_due(self._run.config.run.eval_every))
-
     def is_owed(self) -> bool:
         """Whether the step that was done last is still to be evaluated."""
-        if not self.is_due():
+        if not self._prompts or not self._run.is_due(self._run.config.run.eval_every):
             return False
         record = self._run.log.record_of(self._run.step)
         return record is not None and "eval/accuracy" not in record
@@ -33,7 +29,7 @@ class Evaluation:
     def catch_up(self) -> None:
         """Evaluate before the first step, or the step that is done where that is owed."""
         run = self._run
-        if run.step == 0 and self.is_due():
+        if run.step == 0 and self._prompts:
             run.log.log_step(0, self.evaluate(), [])
         elif self.is_owed():
             run.log.add_to_step(run.step, self.evaluate())
