@@ -174,8 +174,10 @@ class RunLogger:
         if self._is_closed:
             return
         self._is_closed = True
-        self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
-        self._ask_trackers(lambda tracker: tracker.close(failed=failed))
+        try:
+            self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
+        finally:  # on a full disk the report's warning fails too
+            self._ask_trackers(lambda tracker: tracker.close(failed=failed))
         for file in self._files.values():
             file.close()
         self._screen.close()

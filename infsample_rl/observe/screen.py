@@ -42,7 +42,7 @@ class Screen:
         self._progress = config.logging.progress
         self._total, self._step = total_steps, start_step
         self._marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)  # (step, time it ended)
-        self._rate: float | None = None  # seconds a step
+        self._pace: tuple[float, float] | None = None  # seconds a step, and when the last one ended
         terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._console = Console(file=sys.stdout, force_terminal=True) if terminal else None
         if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt in Greek must not end a run whose terminal is ASCII
@@ -75,10 +75,11 @@ class Screen:
         is_known = bool(self._marks) and self._marks[-1][0] == step
         self._marks.append((step, time.monotonic()))
         (first_step, first_time), (_, last_time) = self._marks[0], self._marks[-1]
-        self._rate = (last_time - first_time) / (step - first_step) if step > first_step else metrics.get("timing/step")
+        rate = (last_time - first_time) / (step - first_step) if step > first_step else metrics.get("timing/step")
+        self._pace = None if rate is None else (rate, last_time)
         said = written(metrics, LINE)[-1 if is_known else 0 :]
         text = "  ".join(filter(None, [self._position(), *said, self._time_left()]))
-        self._write_log(text)
+        self.keep(text)
         if not self._progress:
             return
         self.view.step(step, metrics)
@@ -92,7 +93,7 @@ class Screen:
 
     def rewind(self, step: int) -> None:
         """Go on after `step`: what came later is done again."""
-        self._step, self._rate = step, None
+        self._step, self._pace = step, None
         self._marks.clear()
         self.view.rewind(step)
 
@@ -133,10 +134,10 @@ class Screen:
         return f"step {self._step:>{len(str(self._total))}}/{self._total}"
 
     def _time_left(self) -> str:
-        if self._rate is None or self._step >= self._total:
+        pace = self._pace  # once: the view asks from a thread of its own
+        if pace is None or self._step >= self._total:
             return ""
-        since = time.monotonic() - self._marks[-1][1]
-        left = self._rate * (self._total - self._step) - since
+        left = pace[0] * (self._total - self._step) - (time.monotonic() - pace[1])
         # a step that takes longer than those before has no end to tell
         return f"{duration(left)} left" if left >= 1 else ""
 

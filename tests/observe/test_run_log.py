@@ -1,5 +1,7 @@
 """RunLogger: what is kept in files, what is shown, and what a resume does to both."""
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -323,3 +325,39 @@ def test_a_tracker_that_fails_is_asked_no_more_and_ends_no_run(tmp_path, monkeyp
     (warning,) = read_records(tmp_path / "warnings.jsonl")
     assert warning["text"] == "W&B gets no more of this run, metrics.jsonl has all of it: ConnectionError: no more"
     assert broken.calls == calls and whole.calls == ["log", "rewind", "log", "close"]
+
+
+class Terminal(io.StringIO):
+    """Keeps what a terminal would show."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_run_that_ends_just_after_it_went_back_has_its_report_and_ends_its_trackers(tmp_path, monkeypatch):
+    tracker = Failing("")
+    monkeypatch.setattr(run_log, "start_trackers", lambda *_: [tracker])
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    logger = RunLogger(logged_config(), tmp_path, total_steps=9, start_step=0)
+    logger.log_step(1, {"timing/step": 60.0}, [])
+    assert "8 min 00 s left" in terminal.getvalue()
+    logger.rewind(0)
+    logger.close(failed=True)
+    assert tracker.calls == ["log", "rewind", "close"] and (tmp_path / "report.html").is_file()
+
+
+def test_a_full_disk_does_not_leave_a_tracker_open(tmp_path, monkeypatch):
+    tracker = Failing("")
+    monkeypatch.setattr(run_log, "start_trackers", lambda *_: [tracker])
+    (tmp_path / "report.html").mkdir()
+    logger = RunLogger(logged_config(), tmp_path, total_steps=9, start_step=0)
+
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(logger._screen, "keep", full)
+    with pytest.raises(OSError, match="No space left"):
+        logger.close(failed=True)
+    assert tracker.calls == ["close"]
