@@ -32,8 +32,8 @@ from infsample_rl.model.tokenizer import load_tokenizer
 
 # Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
 VARIANTS = ["use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save"]
-VARIANTS += ["layer_replication"]
-OWN_BASES = ("pissa", "olora", "corda", "loftq")
+VARIANTS += ["layer_replication", "alora_invocation_tokens"]
+OWN_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,13 @@ def load_policy_folder(model: ModelConfig) -> PreTrainedModel:
     """The model of a checkpoint, whole or of adapters, in model.dtype: what sampled. On a GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not holds_adapters(model):
-        return load_model(model, device)
+        lm = load_model(model, device)
+        if lm._hf_peft_config_loaded:  # of a hub name: beside weights that the engine would read alone
+            raise ValueError(
+                f"CHECKPOINT={model.path} holds adapters alone, which are merged from a folder: hf download "
+                f"{model.path} --local-dir FOLDER, and give FOLDER"
+            )
+        return lm
     merged: Any = load_merged(Path(model.path), trust_remote_code=model.trust_remote_code)
     return merged.to(device, getattr(torch, model.dtype)).eval()
 
@@ -85,9 +91,12 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
 
 
 def save_merged(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
-    """Write load_merged()'s model and the checkpoint's tokenizer into a folder."""
-    load_merged(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(out)
-    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust_remote_code)).save_pretrained(out)
+    """Write load_merged()'s model and the checkpoint's tokenizer into a folder; peft leaves that to the base model."""
+    lm = load_merged(checkpoint, trust_remote_code=trust_remote_code)
+    path = str(checkpoint if (checkpoint / "tokenizer_config.json").is_file() else lm.name_or_path)
+    tokenizer = load_tokenizer(ModelConfig(path=path, trust_remote_code=trust_remote_code))
+    lm.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 class _CannotMerge(Exception):

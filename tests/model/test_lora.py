@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from infsample_rl.commands import merge
-from infsample_rl.config import LearnerConfig
+from infsample_rl.config import LearnerConfig, ModelConfig
 from infsample_rl.model.lora import (
     ReceivedAdapters,
     adapter_parameters,
@@ -234,6 +234,22 @@ def test_the_merge_command_writes_the_weights_that_sampled(saved, tmp_path, monk
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 60
 
 
+def test_a_folder_that_peft_saved_is_merged_with_the_base_models_tokenizer(saved, tmp_path):
+    _, checkpoint, _ = saved
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    assert merge.main([str(checkpoint), str(tmp_path / "out")]) == 0
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 60
+
+
+def test_adapters_that_transformers_puts_beside_the_weights_are_refused(saved, monkeypatch):
+    _, checkpoint, _ = saved
+    monkeypatch.setattr(merge, "holds_adapters", lambda _: False)  # it looks into folders, not into the hub
+    told = f"CHECKPOINT={checkpoint} holds adapters alone, .* hf download {checkpoint} --local-dir FOLDER"
+    with pytest.raises(ValueError, match=told):
+        merge.load_policy_folder(ModelConfig(path=str(checkpoint)))
+
+
 def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused):
     base, checkpoint, _ = saved
     assert f"CHECKPOINT={base} has no adapter_config.json" in refused(merge.main, str(base), str(tmp_path / "out"))
@@ -242,10 +258,14 @@ def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused
     path = checkpoint / "adapter_config.json"
     settings = json.loads(path.read_text())
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (str(base), 4, 8.0)
-    path.write_text(json.dumps(settings | {"use_dora": True}))
-    assert "is not plain LoRA (use_dora): merge it with peft itself" in refused(
-        merge.main, str(checkpoint), str(tmp_path / "out")
-    )
+    for own, said in (
+        ({"use_dora": True}, "use_dora"),
+        ({"alora_invocation_tokens": [5, 9]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga"),
+    ):
+        path.write_text(json.dumps(settings | own))
+        told = f"is not plain LoRA ({said}): merge it with peft itself"
+        assert told in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
