@@ -96,6 +96,8 @@ def answering_engine(config: Config) -> SamplingEngine:
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
     """The run's settings with what a talk needs. ValueError in one line."""
     check_temperature("temperature", options.temperature)
+    if any(override.lstrip("+").startswith("rollout.temperature=") for override in overrides):
+        raise ValueError("rollout.temperature is of a run; give temperature= here")
     system = [] if options.system is None else [f"data.system_prompt={quoted(options.system)}"]
     return answering_config(checkpoint, [*system, *overrides], rows=1, max_new_tokens=options.max_new_tokens)
 

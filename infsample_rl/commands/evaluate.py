@@ -54,6 +54,7 @@ from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Completion, Prompt, RewardResult, RolloutWork
 
 Figures = dict[str, Estimate | float | int | None]
+OF_A_RUN = {"run.eval_samples": "samples", "rollout.group_size": "samples", "data.split": "data.eval_split"}
 
 
 @dataclass(kw_only=True)
@@ -93,15 +94,17 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     run's evaluations took. ValueError in one line."""
     ours, run_dir = model_and_run(checkpoint)
     names = {override.partition("=")[0].lstrip("+") for override in overrides}
-    if run_dir is None and not names & {"data", "data.source", "data.eval_source"}:
+    if run_dir is None and not names & {"data", "data.source", "data.sources", "data.eval_source"}:
         raise ValueError(
             f"CHECKPOINT={checkpoint} lies in no run folder: nothing says what to evaluate it on; give "
             "data.source=FILE and a reward, as reward=math"
         )
-    for name in names & {"run.eval_samples", "rollout.group_size"}:
-        raise ValueError(f"{name} is of a run; give samples= here")
+    for name in names & OF_A_RUN.keys():
+        raise ValueError(f"{name} is of a run; give {OF_A_RUN[name]}= here")
     if names & {"data", "data.source"}:
         ours.append("data.sources=[]")  # of the run
+    if "rollout.temperature" in names:
+        ours.append("run.eval_temperature=null")  # of the run, which would be taken in its place
     config = load_run_config(run_dir, [*ours, f"rollout.group_size={options.samples}", *overrides])
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names and config.data.source
     if has_own_data:

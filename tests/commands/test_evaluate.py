@@ -113,6 +113,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         (["samples=2", "k=[4]"], "k must be between 1 and samples = 2, got 4"),
         (["run.eval_samples=2"], "run.eval_samples is of a run; give samples= here"),
         (["rollout.group_size=2"], "rollout.group_size is of a run; give samples= here"),
+        (["data.split=train"], "data.split is of a run; give data.eval_split= here"),
         (["smaples=2"], "did you mean samples=...?"),
         (["out=/no/such/folder/x.jsonl"], "cannot be written; give a file in a folder that is there"),
         ([f"out={tmp_path}"], "cannot be written; give a file"),
@@ -131,7 +132,8 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
     data.write_text(json.dumps({"question": "1 + 1 = ?", "answer": "2"}) + "\n")
     (run / "checkpoints" / "step_000001").mkdir(parents=True)
     data_settings = {"source": "gsm8k", "eval_source": str(data)}
-    settings = {"model": {"path": str(tiny_qwen3)}, "run": {"eval_prompts": 0}, "data": data_settings}
+    run_settings = {"eval_prompts": 0, "eval_temperature": 0.0}
+    settings = {"model": {"path": str(tiny_qwen3)}, "run": run_settings, "data": data_settings}
     (run / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "gsm8k"}]}}))
     checkpoint = str(run / "checkpoints" / "step_000001")
 
@@ -141,6 +143,8 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
     assert config().run.eval_prompts == evaluate.ALL_PROBLEMS and config("run.eval_prompts=7").run.eval_prompts == 7
     assert config("++data.source=math").data.eval_source == "math"
     assert config("rollout.max_new_tokens=32768").rollout.max_new_tokens == 32768, "nothing is trained"
+    assert config().run.eval_temperature == 0.0 and config("rollout.temperature=0.6").run.eval_temperature is None
+    assert config("rollout.temperature=0.6", "run.eval_temperature=0.3").run.eval_temperature == 0.3
     (tmp_path / "latest").symlink_to(checkpoint)
     assert config(folder=str(tmp_path / "latest")).data.eval_source == str(data)
     (run / "checkpoints" / "step_000001" / "driver_state.json").write_text("{}")
@@ -153,6 +157,13 @@ def test_of_generated_problems_there_are_as_many_as_a_run_would_take(tiny_qwen3)
     for changed, expected in (([], 100), (["run.eval_prompts=7"], 7)):
         config = evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), [*generated, *changed])
         assert config.run.eval_prompts == expected
+
+
+def test_a_model_of_no_run_may_be_evaluated_on_several_sources(tiny_qwen3):
+    sources = ["data.sources=[{source: gsm8k}, {source: math}]", "reward.functions=[{name: math}]"]
+    config = evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), sources)
+    assert [part.held_out for part in config.data.parts.values()] == ["gsm8k", "math"]
+    assert config.run.eval_prompts == evaluate.ALL_PROBLEMS
 
 
 def test_a_talk_does_not_need_the_runs_memory(tiny_qwen3, tmp_path):
@@ -179,6 +190,8 @@ def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     assert "".join(one.answer("hello")) == first  # greedy, nothing of before is left
     with pytest.raises(ValueError, match=r"temperature must be 0 .* or >= 0.001, got nan"):
         chat_config(str(tiny_qwen3), ChatOptions(temperature=float("nan")), [])
+    with pytest.raises(ValueError, match="rollout.temperature is of a run; give temperature= here"):
+        chat_config(str(tiny_qwen3), ChatOptions(), ["rollout.temperature=0.1"])
 
 
 def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_qwen3):
