@@ -88,18 +88,19 @@ def constant_reward(config: Config, steps: Steps) -> Verdict:
 
 
 def exploding_kl(config: Config, steps: Steps) -> Verdict:
-    """The policy runs away from the reference."""
-    newest = steps.last(3, "learner/kl") if config.objective.kl_in_loss else []
-    if not newest:
+    """The policy runs away from the reference; to a teacher it has a long way at first."""
+    newest, objective = steps.last(3, "learner/kl"), config.objective
+    if not newest or objective.distills or not objective.needs_reference:
         return None
     now, before = median(newest), steps.last(13, "learner/kl")[:10]
     grows = bool(before) and now > KL_FLOOR and now > KL_GROWTH * abs(median(before))
     if now <= KL_LIMIT and not grows:
         return None
     since = f", after {median(before):.2g} in the ten before" if before else ""
+    weight = "kl_coef" if objective.kl_in_loss else "kl_reward_coef"
     return now, (
         f"KL to the reference is {now:.2g} a token in the median of the last 3 steps{since}: set {_slower(config)} or "
-        f"objective.kl_coef={10 * config.objective.kl_coef:.2g}, from the checkpoint before it rose"
+        f"objective.{weight}={10 * getattr(objective, weight):.2g}, from the checkpoint before it rose"
     )
 
 
@@ -156,7 +157,7 @@ def idle_rows(config: Config, steps: Steps) -> Verdict:
     used, workers = steps.last(RECENT, "rollout/row_utilisation"), steps.last(1, "cluster/rollout_workers") or [1.0]
     rollout, prompts = config.rollout, config.data.prompts_per_step
     samples = prompts * rollout.group_size / workers[-1]
-    slots = None if rollout.schedule == "token_budget" else rollout.num_slots
+    slots = None if rollout.schedule in ("token_budget", "full_group") else rollout.num_slots  # their rows are not set
     unfilled = slots is not None and samples < slots
     if not used or fmean(used) >= (UNFILLED_SHARE if unfilled else IDLE_SHARE):
         return None

@@ -68,6 +68,10 @@ CASES = [
     ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(9, {}), (1, {"learner/kl": 9.0}), (9, {})],
     [(3, {"learner/kl": 1.2})]),
     ("exploding_kl", ["objective.kl_coef=0"], [(20, {"learner/kl": 9.0})], None),
+    ("exploding_kl", ["objective.kl_coef=0", "objective.kl_reward_coef=0.001"], [(20, {"learner/kl": 0.15})], [(3,
+    {"learner/kl": 1.2})]),
+    ("exploding_kl", ["reference.path=x", "objective.kl_coef=0.001", "objective.distill_coef=1"], [(20,
+    {"learner/kl": 9.0})], None),
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": 0.05})], [(5, {}), (5, {"learner/entropy": 0.02})]),
     ("collapsing_entropy", [], [(20, {"learner/entropy": 0.0001})], [(5, {}), (20, {"learner/entropy": 0.0})]),
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": None})], None),  # steps without a learner row
@@ -83,6 +87,12 @@ CASES = [
         ["rollout.schedule=arrival", "rollout.slots=64", "data.prompts_per_step=2"],
         [(20, {"cluster/rollout_workers": 1, "rollout/row_utilisation": 0.4})],
         [(5, {"rollout/row_utilisation": 0.4})],
+    ),
+    (
+        "idle_rows",
+        ["rollout.schedule=full_group", "data.prompts_per_step=2"],
+        [(20, {"cluster/rollout_workers": 4, "rollout/row_utilisation": 0.4})],
+        [(5, {"cluster/rollout_workers": 4, "rollout/row_utilisation": 0.1})],
     ),
     ("skipped_updates", [], [(20, {})], [(1, {"learner/skipped_updates": 1.0})]),
     ("always_clipped", [], [(19, {"learner/grad_norm": 9.0}), (1, {})], [(20, {"learner/grad_norm": 4.0})]),
