@@ -90,10 +90,10 @@ class MlflowTracker:
         """Points cannot be taken back: those of a step that is done again have the later time."""
 
     def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")  # first: storing files may fail
         for name in ("config.yaml", *(WITH_SAMPLES if self._uploads_completions else ())):
             if (self._run_dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _client_of(uri: str) -> MlflowClient:

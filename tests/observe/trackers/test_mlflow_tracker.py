@@ -74,6 +74,22 @@ def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, 
 
 
 @needs_mlflow
+def test_a_run_whose_files_cannot_be_stored_has_ended_all_the_same(log_run, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    def fail(*_: object) -> None:
+        raise OSError("there is no such bucket")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MlflowClient, "log_artifact", fail)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    log_run(tmp_path / "run", range(1, 2), mlflow=uri)
+    run_id = (tmp_path / "run" / "mlflow_id").read_text().strip()
+    assert MlflowClient(tracking_uri=uri).get_run(run_id).info.status == "FINISHED"
+    assert "there is no such bucket" in (tmp_path / "run" / "warnings.jsonl").read_text()
+
+
+@needs_mlflow
 def test_a_server_that_is_not_there_is_refused_at_start(log_run, tmp_path):
     with pytest.raises(ValueError, match="logging.mlflow=http://127.0.0.1:9 cannot be used: "):
         log_run(tmp_path / "run", range(1, 2), mlflow="http://127.0.0.1:9")
