@@ -59,7 +59,6 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     gpus = int(torch.cuda.is_available())
     ours = ["cluster.learner_ranks=1", "cluster.colocate=false", "learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += [f"cluster.{role}_gpus={gpus}" for role in ("learner", "reference")]
-    ours += ["cluster.rollout_workers=1", "cluster.rollout_gpus=0"]
     ours += ["objective.kl_reward_coef=0"]  # it is in the recorded advantages
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")

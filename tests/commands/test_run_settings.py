@@ -100,6 +100,13 @@ def test_a_setting_of_the_run_is_blamed_on_the_runs_own_file(run, monkeypatch):
             load_run_config(run, ["learner.max_tokens_per_micro_batch=16"])
 
 
+def test_a_deterministic_run_on_gpus_can_be_replayed(run):
+    settings = "model: {path: /m, dtype: bfloat16}\ndata: {source: a.jsonl}\nreward: {functions: [math]}\n"
+    gpus = "cluster: {rollout_gpus: 1, learner_gpus: 1, colocate: true}\n"
+    (run / "config.yaml").write_text(f"{settings}{gpus}run: {{deterministic: true}}\n")
+    assert replay.replay_config(run, []).is_deterministic
+
+
 @pytest.mark.parametrize(
     "override",
     [
