@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from infsample_rl.commands.merge import load_policy_folder
-from infsample_rl.commands.run_settings import answering_config, quoted
+from infsample_rl.commands.run_settings import answering_config, leading, quoted
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.fields import check_temperature
@@ -130,10 +130,9 @@ def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or "=" in arguments[0]:
-        raise ValueError("give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N")
+    (checkpoint,) = leading(arguments, "a checkpoint", "chat RUN/checkpoints/step_N")
     options, overrides = parse_with_settings(arguments[1:], ChatOptions)
-    chat = Chat(chat_config(arguments[0], options, overrides), options)
+    chat = Chat(chat_config(checkpoint, options, overrides), options)
     if sys.stdin.isatty():
         print(HELP)
     talk(chat, sys.stdin, sys.stdout)

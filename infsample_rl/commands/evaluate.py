@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from infsample_rl.cluster.rollout_interpreter import check_rollout_interpreter
 from infsample_rl.commands.estimates import Estimate, mean_over_problems, pass_at_k
 from infsample_rl.commands.merge import open_policy
-from infsample_rl.commands.run_settings import load_run_config, model_and_run
+from infsample_rl.commands.run_settings import leading, load_run_config, model_and_run
 from infsample_rl.commands.sampling_process import sample_held_out
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
@@ -80,13 +80,12 @@ class Sampled:
 
 def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[str]]:
     """CHECKPOINT, the options here, and settings for Hydra. ValueError in one line."""
-    if not arguments or "=" in arguments[0]:
-        raise ValueError("give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8]")
+    (checkpoint,) = leading(arguments, "a checkpoint", "evaluate RUN/checkpoints/step_N [samples=8]")
     options, settings = parse_with_settings(arguments[1:], EvaluateOptions)
     options.k = options.k or sorted({1, options.samples})
     for k in options.k:
         pass_at_k(options.samples, 0, k)  # refuses a k above samples
-    return arguments[0], options, settings
+    return checkpoint, options, settings
 
 
 def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:

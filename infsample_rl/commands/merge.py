@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infsample_rl.commands.run_settings import checkpoint_folder
+from infsample_rl.commands.run_settings import checkpoint_folder, leading
 from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import option, parse, run_command
 from infsample_rl.model.loading import load_model
@@ -143,12 +143,11 @@ def _merge(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], scale: float) 
 
 
 def _run(arguments: list[str]) -> int:
-    if len(arguments) < 2 or "=" in arguments[0]:
-        raise ValueError("give a checkpoint and a new folder: python -m infsample_rl merge CHECKPOINT OUT")
-    checkpoint, out = checkpoint_folder(arguments[0]) or Path(arguments[0]), Path(arguments[1])
+    given, folder = leading(arguments, "a checkpoint and a new folder", "merge CHECKPOINT OUT", 2)
+    checkpoint, out = checkpoint_folder(given) or Path(given), Path(folder)
     trust = parse(arguments[2:], MergeOptions).trust_remote_code
-    if not arguments[1] or out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"OUT={arguments[1]} must be a new or an empty folder")
+    if not folder or out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"OUT={folder} must be a new or an empty folder")
     save_merged(checkpoint, out, trust_remote_code=trust)
     print(f"merged: {out}")
     return 0

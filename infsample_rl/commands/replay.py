@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infsample_rl.commands.run_settings import is_run_folder, load_run_config
+from infsample_rl.commands.run_settings import is_run_folder, leading, load_run_config
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.controller import checkpoints
@@ -160,12 +160,11 @@ def compare(run: dict[str, Any], replayed: Metrics) -> list[dict[str, Any]]:
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or "=" in arguments[0]:
-        raise ValueError("give a run folder first: python -m infsample_rl replay RUN step=K")
-    run_dir = Path(arguments[0]).expanduser().absolute()
+    (given,) = leading(arguments, "a run folder", "replay RUN step=K")
+    run_dir = Path(given).expanduser().absolute()
     if not is_run_folder(run_dir):
         what = "is no run folder: it has no config.yaml" if run_dir.is_dir() else "is no folder"
-        raise ValueError(f"RUN={arguments[0]} {what}")
+        raise ValueError(f"RUN={given} {what}")
     options, overrides = parse_with_settings(arguments[1:], ReplayOptions)
     if options.step == 0:
         raise ValueError("give the step: python -m infsample_rl replay RUN step=K")

@@ -3,6 +3,7 @@ on top."""
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -28,6 +29,15 @@ SAMPLING_ALONE = (
     *(f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")),
 )
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def leading(arguments: list[str], what: str, usage: str, count: int = 1) -> list[str]:
+    """The first `count` arguments: paths, in which an = may be, or hub names. ValueError where one is a setting, or is
+    not there."""
+    given = arguments[:count]
+    if len(given) < count or any("=" in each.partition("/")[0] and not os.path.exists(each) for each in given):
+        raise ValueError(f"give {what} first: python -m infsample_rl {usage}")
+    return given
 
 
 def checkpoint_folder(checkpoint: str) -> Path | None:
@@ -59,10 +69,11 @@ def _kept(run_dir: Path) -> str:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder of RUN/checkpoints/step_N; None for a folder that lies elsewhere."""
+    """The run folder of RUN/checkpoints/step_N, or superseded/step_N there; None for a folder that lies elsewhere."""
     for path in (checkpoint.absolute(), checkpoint.resolve()):  # a link may lie elsewhere
-        if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
-            return path.parent.parent
+        folder = path.parent.parent if path.parent.name == "superseded" else path.parent
+        if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
+            return folder.parent
     return None
 
 
@@ -101,7 +112,7 @@ def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
     with tempfile.TemporaryDirectory() as folder:
         experiment = Path(folder) / "experiment" / "run.yaml"
         experiment.parent.mkdir()
-        experiment.write_text(f"# @package _global_\n{kept}")
+        experiment.write_text(f"# @package _global_\n{kept}", encoding="utf-8")
         try:
             return load_config(["+experiment=run", *overrides], folder)
         except ConfigError as error:
@@ -119,7 +130,7 @@ def _read(path: Path) -> str:
         kept = without_removed(settings) if isinstance(settings, dict) else settings
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return yaml.safe_dump(kept, sort_keys=False).replace("${", "\\${")
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
 
 def quoted(text: str) -> str:

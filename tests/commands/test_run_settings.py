@@ -6,9 +6,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from infsample_rl.commands import chat, evaluate, merge, replay
-from infsample_rl.commands.run_settings import answering_config, checkpoint_folder, load_run_config, quoted
+from infsample_rl.commands.run_settings import (
+    answering_config,
+    checkpoint_folder,
+    leading,
+    load_run_config,
+    quoted,
+    run_of,
+)
 from infsample_rl.config.loading import load_config
 
 
@@ -29,6 +37,22 @@ def test_a_folder_is_taken_and_what_may_be_a_hub_name(run, monkeypatch):
     monkeypatch.chdir(run)
     assert checkpoint_folder("checkpoints/step_000002") == Path("checkpoints/step_000002")
     assert checkpoint_folder("gpt2") is None and checkpoint_folder("Qwen/Qwen3-1.7B") is None
+
+
+def test_a_path_may_hold_an_equals_sign_and_a_setting_is_no_path(run, tmp_path, monkeypatch, refused):
+    (tmp_path / "lr=1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("lr=1", "runs/lr=2/checkpoints/step_000002", "Qwen/Qwen3-1.7B"):
+        assert leading([path, "samples=2"], "a checkpoint", "chat CHECKPOINT") == [path]
+    for arguments in ([], ["lr=2"], [f"data.source={tmp_path}/a.jsonl"], [f"x={256 * 'y'}"]):
+        with pytest.raises(ValueError, match="^give a checkpoint first: python -m infsample_rl chat CHECKPOINT$"):
+            leading(arguments, "a checkpoint", "chat CHECKPOINT")
+    assert "give a checkpoint and a new folder first" in refused(merge.main, str(run), f"out={tmp_path}/out")
+
+
+def test_a_checkpoint_that_was_set_aside_is_of_its_run(run):
+    assert run_of(run / "checkpoints" / "superseded" / "step_000006") == run
+    assert run_of(run / "superseded" / "step_000006") is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +113,13 @@ def test_a_damaged_config_is_named(run, content):
     (run / "config.yaml").write_bytes(content)
     with pytest.raises(ValueError, match="run/config.yaml cannot be read"):
         load_run_config(run, [])
+
+
+@pytest.mark.parametrize("text", ["a ${y} b", "Gr\u00fc\u00dfe ${y}", "\u4f60\u597d \\${y}", "it's ${y}"])
+def test_a_text_that_looks_like_an_interpolation_stays_as_it_was(run, text):
+    settings = {"model": {"path": "/m"}, "data": {"source": "a.jsonl", "system_prompt": text}}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"reward": {"functions": ["math"]}}))
+    assert load_run_config(run, []).data.system_prompt == text
 
 
 def test_a_setting_of_the_run_is_blamed_on_the_runs_own_file(run, monkeypatch):

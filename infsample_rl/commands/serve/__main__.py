@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from infsample_rl.commands.chat import answering_engine
-from infsample_rl.commands.run_settings import answering_config
+from infsample_rl.commands.run_settings import answering_config, leading
 from infsample_rl.commands.serve.request_queue import RequestQueue
 from infsample_rl.commands.serve.server import Served, Server, serve
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
@@ -64,9 +64,7 @@ def build(checkpoint: str, options: ServeOptions, overrides: list[str], key: str
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or "=" in arguments[0]:
-        raise ValueError("give a checkpoint first: python -m infsample_rl serve RUN/checkpoints/step_N")
-    checkpoint = arguments[0]
+    (checkpoint,) = leading(arguments, "a checkpoint", "serve RUN/checkpoints/step_N")
     options, overrides = parse_with_settings(arguments[1:], ServeOptions)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
