@@ -133,17 +133,17 @@ def evaluate(
         RolloutWork(prompt_index=index, prompt_ids=prompt.token_ids, sample_indices=samples, start=prompt.start)
         for index, prompt in enumerate(prompts)
     ]
-    worker = RewardWorker(config)
+    worker, scorer = RewardWorker(config), ThreadPoolExecutor(1)
     try:
-        with ThreadPoolExecutor(1) as scorer:
-            scored = [
-                (group, scorer.submit(worker.score, [(prompts[group[0].prompt_index], group)]))
-                for group in sample_held_out(config, work, lm, environments)
-            ]
-            for group, future in scored:
-                (result,) = future.result()
-                _enter(found[group[0].prompt_index], group, result)
+        scored = [
+            (group, scorer.submit(worker.score, [(prompts[group[0].prompt_index], group)]))
+            for group in sample_held_out(config, work, lm, environments)
+        ]
+        for group, future in scored:
+            (result,) = future.result()
+            _enter(found[group[0].prompt_index], group, result)
     finally:
+        scorer.shutdown(cancel_futures=True)  # else Ctrl-C would wait for all that wait
         worker.close()
     return found
 

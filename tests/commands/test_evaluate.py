@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from itertools import combinations
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from infsample_rl.commands import chat, evaluate
 from infsample_rl.commands.chat import Chat, ChatOptions, chat_config, talk
 from infsample_rl.commands.estimates import mean_over_problems, pass_at_k
+from tests.observe.logged import logged_config
 from tests.tiny_models import finished, prompt_of
 
 REWARD = (
@@ -80,6 +82,31 @@ def test_trajectories_of_several_turns_are_evaluated_with_what_their_environment
     for record in whole:
         [(start, end)] = record["observed"]  # of the last turn nothing is read any more
         assert "turn 1" in record["response"][start:end] and "turn 1" not in record["response"][:start]
+
+
+def test_samples_that_wait_for_their_rewards_are_left_when_sampling_is_broken_off(monkeypatch):
+    scored = []
+
+    class Slow:
+        def __init__(self, _: object) -> None:
+            pass
+
+        def score(self, asked: list) -> None:
+            time.sleep(0.1)
+            scored.append(asked)
+
+        def close(self) -> None:
+            pass
+
+    def broken_off(*_: object):
+        yield from ([finished(index, 0, [0])] for index in range(20))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "RewardWorker", Slow)
+    monkeypatch.setattr(evaluate, "sample_held_out", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.evaluate(logged_config(), None, [prompt_of(index) for index in range(20)])
+    assert len(scored) < 20
 
 
 def test_a_failed_reward_never_passes():
