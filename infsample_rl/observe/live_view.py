@@ -97,8 +97,8 @@ class LiveView:
         self._step = step
 
     def warn(self, text: str) -> None:
-        """The newest warnings stay on the screen, with the step they came after."""
-        self._warnings.append(f"after step {self._step}: {text}")
+        """The newest warnings stay on the screen, a line each, with the step they came after."""
+        self._warnings.append(f"after step {self._step}: {' '.join(text.split())}")
 
     def render(self, width: int, height: int, *, time_left: str) -> Group:
         """The view, in at most `height` lines where that is 6 or more; warnings and the header go before figures, and

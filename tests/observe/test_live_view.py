@@ -74,7 +74,7 @@ def test_eighty_columns_say_how_the_run_stands_and_who_decodes():
 def test_every_size_is_kept_and_the_header_is_always_there(encoding, name):
     for steps in (0, 12):
         view = view_of(steps, name)
-        for text in ("short", "x" * 300, "\u03b1 warning"):
+        for text in ("its threads:\n" * 9, "x" * 300, "\u03b1 warning"):
             view.warn(text)
         for width in (10, 24, 39, 40, 60, 80, 120, 250):
             for height in (6, 8, 14, 22, 60):
