@@ -25,13 +25,12 @@ class Phase(NamedTuple):
 
 
 class WorkerPhases(NamedTuple):
-    """What one worker has done since it was last asked. Phases from before `until` are here, or were before."""
+    """What one worker has done since it was last asked."""
 
     role: str
     index: int  # type: ignore[assignment]  # hides the method of tuples, which nobody calls
     node: str
     phases: list[Phase]
-    until: float  # time.time()
 
 
 Request = tuple[Any, ...]  # to an environment, as reward/environment_process.py has them

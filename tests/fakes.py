@@ -150,4 +150,4 @@ def rewarded(*rewards: float | None, **components: list[float | None]) -> Reward
 
 def stream_end(worker: int = 0) -> StreamEnd:
     """The last item of a rollout worker's stream."""
-    return StreamEnd(worker=worker, stats={}, phases=WorkerPhases("rollout", worker, "here", [], 2.0))
+    return StreamEnd(worker=worker, stats={}, phases=WorkerPhases("rollout", worker, "here", []))

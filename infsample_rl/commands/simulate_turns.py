@@ -22,6 +22,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from infsample_rl.commands.schedule_workload import MOST_SIGMA, noisy
@@ -206,7 +207,7 @@ def run(options: TurnOptions) -> int:
     if options.json:
         return 0
     everything = [each for group in workload.groups for each in group]
-    turns, tokens = (sum(values) / len(everything) for values in _sums(everything))
+    turns, tokens = fmean(len(each.lengths) for each in everything), fmean(each.tokens for each in everything)
     print(
         f"{len(workload.groups)} prompts, {len(everything)} trajectories of {turns:.1f} turns and {tokens:,.0f} "
         f"tokens, {records[0]['kv_budget_tokens']:,} tokens of KV; {records[0]['bound_seconds']:,.0f} s: lower bound"
@@ -214,10 +215,6 @@ def run(options: TurnOptions) -> int:
     rows = [{name: format(record[name], form) for name, (_, form) in COLUMNS.items()} for record in records]
     print_table(rows, {name: heading for name, (heading, _) in COLUMNS.items()})
     return 0
-
-
-def _sums(trajectories: list[Trajectory]) -> tuple[list[int], list[int]]:
-    return [len(each.lengths) for each in trajectories], [each.tokens for each in trajectories]
 
 
 def main(arguments: list[str] | None = None) -> int:

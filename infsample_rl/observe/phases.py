@@ -79,11 +79,11 @@ class _Recorder:
         with self._lock:
             return self._open[-1] if self._open else (IDLE, self._idle_since)
 
-    def take(self) -> tuple[list[Phase], float]:
+    def take(self) -> list[Phase]:
         with self._lock:
             taken = list(self._ended)
             self._ended.clear()
-            return taken, min([start for _, start in self._open], default=time.time())
+            return taken
 
     def _show(self) -> None:
         if self._comm is not None:
@@ -99,8 +99,7 @@ def current() -> tuple[str, float]:
 def report_phases(role: str, index: int, node: str) -> WorkerPhases:
     """Phases that have ended since the last call, in the order of their ends (an inner phase comes before the one
     around it), signed with the worker they are of."""
-    phases, until = _recorder.take()
-    return WorkerPhases(role, index, node, phases, until)
+    return WorkerPhases(role, index, node, _recorder.take())
 
 
 def phase_of(pid: int) -> str | None:

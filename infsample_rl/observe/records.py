@@ -39,7 +39,6 @@ class RecordFile:
 
     def amend(self, step: int, values: dict[str, Any]) -> None:
         """Add values to the record of a step."""
-
         self._rewrite(lambda record, line: _line(record | values) if record["step"] == step else line)
 
     def close(self) -> None:

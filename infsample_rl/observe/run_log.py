@@ -39,7 +39,6 @@ class RunLogger:
     ) -> None:
         """`screen`: one that has shown lines before, which run.log begins with."""
         self._trackers = start_trackers(config, run_dir, start_step)  # first: it may refuse
-        run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
         self._uploads_completions = config.logging.upload_completions
@@ -50,7 +49,7 @@ class RunLogger:
         self._report_due_at = 0.0
         self._step = start_step
         before = (record for record in read_records(run_dir / METRICS_FILE) if record["step"] <= start_step)
-        self._health = Health(config, before if start_step else ())
+        self._health = Health(config, before)
         # kind of warning -> step it was said at, how many were kept back since
         self._seldom: dict[str, tuple[int, int]] = {}
         self._say_of_trackers()

@@ -67,7 +67,9 @@ class Screen:
 
     def keep(self, text: str) -> None:
         """To run.log alone."""
-        self._write_log(printable(text))
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._log.writelines(f"{stamp} {line}\n" for line in printable(text).splitlines())
+        self._log.flush()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Bring the view up to date, or print the step's line; of a step that is there already its evaluation."""
@@ -148,11 +150,6 @@ class Screen:
             print(text, flush=True)
         else:
             self._console.print(Text(text, style=style), soft_wrap=True)
-
-    def _write_log(self, text: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._log.writelines(f"{stamp} {line}\n" for line in text.splitlines())
-        self._log.flush()
 
 
 def aligned(title: str, rows: list[tuple[str, str]]) -> str:

@@ -101,7 +101,7 @@ def end(worker, running_steps, row_utilisation, peak_kv_bytes):
     stats |= {"predict_seconds": running_steps / 10, "row_steps": running_steps, "draft_seconds": 0.5}
     stats |= {"sent_tokens": 10, "cached_tokens": running_steps}
     stats |= {"drafted_tokens": 8.0, "accepted_tokens": 5.0, "least_steps": running_steps / 1.25}
-    return StreamEnd(worker=worker, stats=stats, phases=WorkerPhases("rollout", worker, "here", [], 0.0))
+    return StreamEnd(worker=worker, stats=stats, phases=WorkerPhases("rollout", worker, "here", []))
 
 
 SIDE_BY_SIDE = [end(0, 10.0, 1.0, 32.0), end(1, 30.0, 0.5, 48.0)]

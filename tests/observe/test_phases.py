@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -73,11 +72,8 @@ def test_threads_are_kept_apart():
 
 
 def test_a_phase_that_is_not_over_is_not_reported_as_settled():
-    before = time.time()
     with phase("decode"):
-        assert report_phases("rollout", 3, "here").until <= time.time()
-        report = report_phases("rollout", 3, "here")
-        assert report.phases == [] and before <= report.until <= current()[1]
+        assert report_phases("rollout", 3, "here").phases == []
     assert [found.name for found in report_phases("rollout", 3, "here").phases] == ["decode"]
 
 

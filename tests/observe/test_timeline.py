@@ -10,8 +10,8 @@ from infsample_rl.observe.timeline import Timeline
 from infsample_rl.types import Phase, WorkerPhases
 
 
-def rollout(index: int, *phases: tuple[str, float, float], until: float) -> WorkerPhases:
-    return WorkerPhases("rollout", index, "node-a", [Phase(name, start, end, 0) for name, start, end in phases], until)
+def rollout(index: int, *phases: tuple[str, float, float]) -> WorkerPhases:
+    return WorkerPhases("rollout", index, "node-a", [Phase(name, start, end, 0) for name, start, end in phases])
 
 
 def events(folder, kind="X") -> list[dict]:
@@ -29,11 +29,11 @@ def drawn(folder, pid=None) -> list[tuple[str, float, float, int]]:
 def test_phases_are_drawn_in_their_steps(tmp_path):
     run = Timeline(tmp_path / "trace.json", start_step=0)
     run.end_step(1, 100.0, 110.0)
-    run.add([rollout(0, ("decode", 101.0, 108.0), ("prefill", 101.5, 102.0), ("sync", 109.0, 110.0), until=110.5)])
-    driver = WorkerPhases("driver", 0, "node-h", [Phase("sample", 100.5, 109.0, 0)], 110.0)
-    run.add([rollout(1, ("decode", 101.0, 104.0), until=110.0), driver])
+    run.add([rollout(0, ("decode", 101.0, 108.0), ("prefill", 101.5, 102.0), ("sync", 109.0, 110.0))])
+    driver = WorkerPhases("driver", 0, "node-h", [Phase("sample", 100.5, 109.0, 0)])
+    run.add([rollout(1, ("decode", 101.0, 104.0)), driver])
     run.end_step(2, 110.0, 120.0)
-    run.add([rollout(0, ("decode", 105.0, 113.0), ("decode", 113.0, 119.0), ("save", 121.0, 122.0), until=122.5)])
+    run.add([rollout(0, ("decode", 105.0, 113.0), ("decode", 113.0, 119.0), ("save", 121.0, 122.0))])
     run.close()
     assert drawn(tmp_path, 100_001) == [
         ("decode", 101.0, 108.0, 1),
@@ -52,7 +52,7 @@ def test_phases_are_drawn_in_their_steps(tmp_path):
 
 def run_steps(run: Timeline, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        run.add([rollout(0, ("decode", 10.0 * step - 9, 10.0 * step - 5), until=10.0 * step)])
+        run.add([rollout(0, ("decode", 10.0 * step - 9, 10.0 * step - 5))])
         run.end_step(step, 10.0 * step - 10, 10.0 * step)
 
 
@@ -71,7 +71,7 @@ def test_only_the_last_steps_are_kept_and_a_whole_file_is_there_at_any_time(tmp_
 
 def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path):
     run = Timeline(tmp_path / "trace.json", start_step=0)
-    run.add([rollout(0, ("decode", 1.0, 2.0), until=3.0)._replace(role="unheard of")])
+    run.add([rollout(0, ("decode", 1.0, 2.0))._replace(role="unheard of")])
     run.end_step(1, 0.0, 10.0)
     with pytest.raises(ValueError, match="not in tuple"):
         run.end_step(2, 10.0, 20.0)

@@ -16,7 +16,6 @@ from infsample_rl.observe.screen import duration
 from infsample_rl.observe.summary import accuracy_text, before_after, sampled_text, series
 
 ABSENT = "–"
-MISSING = dataclasses.MISSING
 AT_THE_END = {  # what a metric's last value is called, and its unit
     "entropy": ("learner/entropy", "nats per token"),
     "KL": ("learner/kl", "nats per token"),
@@ -31,35 +30,25 @@ def settings_rows(run: RunFolder) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for name, value in run.settings.items():
         spec = specs.get(name)
-        has_default = spec is not None and (spec.default, spec.default_factory) != (MISSING, MISSING)
-        default = text_of(default_of(spec)) if spec is not None and has_default else text_of(value)
+        default = text_of(value if spec is None else default_of(spec))
         rows.append([name, text_of(value), None if default == text_of(value) else default])
     return rows
 
 
 def setting_differences(runs: Sequence[RunFolder]) -> list[list[str]]:
     """Of the settings that are not equal in all, where the run wrote itself apart."""
-    rows = beside([{name: text_of(value) for name, value in run.settings.items() if name != "run.dir"} for run in runs])
+    rows = beside([{name: value for name, value in run.settings.items() if name != "run.dir"} for run in runs])
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def version_rows(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """Of versions.json."""
-    return beside([{name: text_of(value) for name, value in run.versions.items()} for run in runs])
-
-
-def figure_rows(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """What came out."""
-    return beside([_figures(run) for run in runs])
-
-
-def beside(columns: Sequence[dict[str, str]]) -> list[list[str]]:
-    """[name, value in each column] of all names that some column has."""
+def beside(columns: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """[name, text of the value in each column] of all names that some column has."""
     names = dict.fromkeys(name for column in columns for name in column)
-    return [[name, *(column.get(name, ABSENT) for column in columns)] for name in names]
+    return [[name, *(text_of(column[name]) if name in column else ABSENT for column in columns)] for name in names]
 
 
-def _figures(run: RunFolder) -> dict[str, str]:
+def figures_of(run: RunFolder) -> dict[str, str]:
+    """What came out."""
     steps = run.metrics_of_steps
     figures = {"steps": f"{run.last_step:,} of {run.total_steps or '?'} ({state(run)})"}
     if steps:

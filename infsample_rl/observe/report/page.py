@@ -56,8 +56,8 @@ def page_of(runs: Sequence[RunFolder]) -> Page:
         "runs": [{"label": run.label, "folder": str(run.path), "warnings": run.warnings} for run in runs],
         **curves.sections(runs),
         "metrics": curves.every_metric(runs),
-        "figures": facts.figure_rows(runs),
-        "versions": facts.version_rows(runs),
+        "figures": facts.beside([facts.figures_of(run) for run in runs]),
+        "versions": facts.beside([run.versions for run in runs]),
     }
     page |= _detail(runs[0]) if alone else {"differences": facts.setting_differences(runs)}
     page["notes"] = [[run.label, note] for run in runs for note in run.notes]  # last: the parts above add to them

@@ -22,7 +22,7 @@ const BY = {
 function timelines(found) {
   const groups = found.groups,
     steps = [...new Set(groups.map((group) => group.step))];
-  const shown = { group: groups[groups.length - 1], axis: 'seconds', by: 'reward' };
+  const shown = { group: groups.find((group) => group.step === steps[steps.length - 1]), axis: 'seconds', by: 'reward' };
   const holder = el('div', { class: 'plot scroll' }),
     facts = el('p', { class: 'legend' }),
     prompt = el('pre', { class: 'text', dir: 'auto' });
@@ -75,11 +75,8 @@ function timelines(found) {
     ),
   );
   fillPrompts();
-  promptChoice.select.value = 0;
-  shown.group = prompts()[0];
   drawn(holder, (width) => rowsPlot(shown, width));
-  facts.replaceChildren(...timelineFacts(shown));
-  prompt.textContent = shown.group.prompt;
+  update();
   const kept =
     groups.length < found.recorded
       ? `${plural(groups.length, 'prompt')} of the ${text(found.recorded)} in samples.jsonl, spread over the run, are on this page.`
