@@ -74,9 +74,11 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         if not self.lengths:
             raise ValueError("lengths is empty: give lengths=FILE.jsonl")
-        if not any(self.noise or name not in PREDICTED_SCHEDULES for name in self.schedules):
+        measured = any(self.noise or name not in PREDICTED_SCHEDULES for name in self.schedules)
+        if not (measured and self.preemptions and self.speculate):
             raise ValueError(
-                "there is nothing to measure: give schedules=[...] and, for those that order by predictions, noise=[0]"
+                "there is nothing to measure: give schedules=[...] and, for those that order by predictions, "
+                "noise=[0]; preemptions and speculate name one way at least"
             )
 
 

@@ -67,7 +67,7 @@ class TurnOptions:
         low=0,
         high=MOST_SIGMA,
     )
-    c0: float = option(0.01, "seconds of a running step, and of a prefill", low=0, high=10**6)
+    c0: float = option(0.01, "seconds of a running step, and of a prefill", above=0, high=10**6)
     c1: float = option(0.00005, "seconds of a row in a step", low=0, high=10**6)
     prefill: float = option(
         0.00004, "seconds of a token of prompt or observation, or computed again", low=0, high=10**6

@@ -154,6 +154,8 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
         (["lengths={good}", "cap=4"], "the nearest that works is cap=6"),
         (["lengths={good}", "prompt_tokens=none"], "give prompt_tokens=100"),
         (["lengths={good}", "schedules=[lpt,sjf]", "noise=[]"], "there is nothing to measure"),
+        (["lengths={good}", "schedules=[token_budget]", "preemptions=[]"], "there is nothing to measure"),
+        (["lengths={good}", "speculate=[]"], "there is nothing to measure"),
         (["lengths={good}", "optimum=true"], "'optimum=true' is not key=value with a key that exists"),
         (["lengths={good}", "out={good}"], "cannot be made: File exists"),
         (["lengths={good}", "out={good}/figures"], "cannot be made: Not a directory"),

@@ -127,6 +127,10 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, refused, line, said):
     assert said in refused(simulate.main, f"turns={path}")
 
 
+def test_steps_that_take_no_time_are_refused(refused):
+    assert "c0=0: must be > 0" in refused(simulate.main, "turns=generated", "c0=0")
+
+
 def test_who_is_predicted_to_have_most_left_does_not_go_ahead_turn_by_turn():
     """All would be open at once, and above what may be parked."""
     options = TurnOptions(prompts=1, group_size=48, cap=8192, trajectories=2, noise=[0.0])
