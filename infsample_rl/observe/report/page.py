@@ -51,7 +51,7 @@ def page_of(runs: Sequence[RunFolder]) -> Page:
     alone = len(runs) == 1
     page: Page = {
         "title": runs[0].name if alone else f"{len(runs)} runs compared",
-        "description": facts.description(runs[0]) if alone else "",
+        "description": guarded("config.yaml", runs[0].notes, lambda: facts.description(runs[0])) if alone else "",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [{"label": run.label, "folder": str(run.path), "warnings": run.warnings} for run in runs],
         **curves.sections(runs),

@@ -21,6 +21,7 @@ STRANGE = (
     b'{"step": 1}\n',
     b'{"step": -5, "samples": 7, "components": 3}\n',
     b"[" * 5_000,
+    b"data: {sources: [a]}\n",
 )
 
 
