@@ -83,8 +83,9 @@ class RolloutStreams:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was dealt has arrived."""
-        return not (self._streams or self._backlog or self._asked_back)
+        """Whether all that was dealt has arrived, and a worker is there for what comes next, if one is on its way."""
+        lacks_worker = bool(self._weights.returns) and not self._weights.holders
+        return not (self._streams or self._backlog or self._asked_back or lacks_worker)
 
     def waited(self) -> list[Any]:
         """What may become ready."""

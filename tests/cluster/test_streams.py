@@ -167,6 +167,14 @@ def test_what_a_worker_owed_that_is_gone_is_drawn_by_the_one_in_its_place_once_i
     assert lost_one.dealt_again() == [[2, 3]] and lost_one.orders(lost_one.spares[0]) == [[2, 3]]
 
 
+def test_a_round_ends_with_a_worker_for_the_next_where_the_only_one_dies_behind_its_last_samples():
+    made = Decoding([*part([0, 1, 2, 3], 4), DIED])
+    made.take(0, items=3)
+    assert made.streams.num_owed == 0 and not made.streams.is_done
+    made.come_back(0)
+    assert made.streams.is_done
+
+
 def test_a_worker_that_comes_back_when_all_is_dealt_gets_of_what_others_have_not_started():
     made = Decoding([DIED], [*part([4, 5], 2), stream_end(1)], whole(2))
     made.take(0)

@@ -185,19 +185,6 @@ def test_a_warning_of_a_step_that_is_done_again_is_said_again(tmp_path, capsys):
     assert [record["step"] for record in read_records(tmp_path / "warnings.jsonl")] == [2]
 
 
-def test_the_time_left_is_known_again_once_a_step_has_ended_behind_those_that_are_done_again(capsys):
-    """A view that asks for it before must not fail: it would end in place of what the run ends with."""
-    screen = Screen(logged_config(), total_steps=9, start_step=0)
-    told = []
-    for step in (1, None, 1):
-        if step is None:
-            screen.rewind(0)
-        else:
-            screen.step(step, {"timing/step": 100.0})
-        told.append(screen._time_left())
-    assert [text != "" for text in told] == [True, False, True]
-
-
 SCRIPT = r"""
 import sys
 from pathlib import Path
