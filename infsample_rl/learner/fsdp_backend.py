@@ -50,11 +50,9 @@ class FsdpBackend(Backend):
         self.runs_free = learner.grad_sync == "last_row"
         self.units: list[Any] = [*layers, policy]  # fully_shard() makes them FSDPModules
         mesh = rank_mesh(device, world_size, learner.shard_ranks)
-        precision = (
-            MixedPrecisionPolicy()
-            if dtype == torch.float32
-            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        )
+        # Layers get what they would unsharded: a cast would round the rotary angles that OLMo 2 has in float32,
+        # and copy the row's cuts, with their masks, for every layer.
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # In host memory already on a CPU machine, where the policy would ask for an accelerator to pin memory for.
         in_host_memory = learner.offload_optimizer and device.type != "cpu"
         offload = CPUOffloadPolicy() if in_host_memory else OffloadPolicy()

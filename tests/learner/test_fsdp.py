@@ -1,5 +1,6 @@
 """FSDP2 on real ranks: reduced with the last row only, sharded over some of the ranks, in 16 bits, offloaded."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.fsdp_backend import FsdpBackend
@@ -18,7 +20,7 @@ from infsample_rl.model.packing import pack_samples
 from infsample_rl.types import LossTotals
 from tests.gpu import GPU
 from tests.learner_ranks import Scenario, end_ranks, run_ranks, start_ranks
-from tests.tiny_models import assert_tensors_close
+from tests.tiny_models import TINY_SIZES, assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -294,3 +296,20 @@ def test_two_updates_repeat_bit_by_bit(tools, one_rank_group, samples, untied_po
         torch.use_deterministic_algorithms(False)
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_are_given_what_those_of_a_whole_model_are(one_rank_group, samples, dtype):
+    """OLMo 2 rotates by angles in float32; and of a copy of the cuts every layer would make masks of its own."""
+    torch.manual_seed(0)
+    lm = Olmo2ForCausalLM(Olmo2Config(**TINY_SIZES, initializer_range=0.2)).eval()
+    whole, policy = (PackedPolicy(each, valid_vocab=60, chunk_tokens=7) for each in (copy.deepcopy(lm), lm))
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    backend = FsdpBackend(policy, EVERY_ROW, device=torch.device("cpu"), dtype=dtype, world_size=1)
+    row, seen = pack_samples(samples[:6], "cpu").row, []
+    for layer in policy.decoder_layers():
+        layer.self_attn.register_forward_pre_hook(lambda *given: seen.append(given[2]["cuts"]), with_kwargs=True)
+    logprobs = backend.forward(row, 0.7)[0]
+    assert len(seen) == len(policy.decoder_layers()) and all(cuts is row.cuts for cuts in seen)
+    assert torch.equal(logprobs, whole(row, 0.7)[0])
