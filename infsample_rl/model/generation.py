@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from infsample_rl.config import ModelConfig, RolloutConfig
-from infsample_rl.model.hub import cached_only
+from infsample_rl.model.hub import cached_only, not_found
 
 _OURS = {
     "temperature": "temperature",
@@ -27,10 +30,13 @@ _WITHOUT_MATCH = {
 
 
 def load_generation_config(model: ModelConfig, architecture: PretrainedConfig) -> GenerationConfig:
-    """generation_config.json of model.path; without one, what the model's config implies, as transformers does."""
+    """generation_config.json of model.path; without one, what the model's config implies, as transformers does.
+    ValueError for one that is there and damaged, since its stop ids would be missed."""
     try:
         return GenerationConfig.from_pretrained(model.path, local_files_only=cached_only(model.path))
-    except OSError:
+    except Exception as error:
+        if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
+            raise ValueError(not_found("model.path", model.path, GENERATION_CONFIG_NAME, error)) from None
         return GenerationConfig.from_model_config(architecture)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import textwrap
 import threading
 import urllib.error
@@ -50,7 +51,8 @@ def _answers(url: str) -> bool:
 
 def not_found(setting: str, path: str, what: str, error: Exception) -> str:
     """The line on a model, config or tokenizer that could not be loaded from `path`."""
-    reason = textwrap.shorten(str(error).strip().split("\n")[0], 160, placeholder=" ...")
+    first = re.split(r"(?<!:)\n", str(error).strip())[0]  # line, with what it announces
+    reason = textwrap.shorten(first, 160, placeholder=" ...")
     kind = (
         "folder"
         if Path(path).is_absolute() or os.path.isdir(path)

@@ -29,7 +29,7 @@ def load_model_config(model: ModelConfig, setting: str = "model.path") -> Pretra
         config = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(model.path)
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers has no error of its own for files that are damaged
         if (Path(model.path) / "adapter_config.json").is_file():
             raise ValueError(
                 f"{setting}={model.path} holds adapters alone, no model: merge them into their base model by `python "

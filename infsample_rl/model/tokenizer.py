@@ -34,7 +34,7 @@ def load_tokenizer(model: ModelConfig, setting: str = "model.path") -> PreTraine
         # what transformers makes of a folder without a tokenizer's files
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
             raise ValueError("it has no tokens but special ones")
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # that of a damaged tokenizer.json is a bare one
         raise ValueError(
             not_found("model.tokenizer_path" if model.tokenizer_path else setting, path, "tokenizer", error)
         ) from None

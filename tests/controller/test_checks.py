@@ -95,6 +95,24 @@ def test_quantised_weights_are_refused_before_anything_starts(tmp_path, setting)
         load_model(ModelConfig(path=str(folder)))
 
 
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("config.json", lambda text: text.replace("128", '"128"'), "model config .*hidden_size.*expected int, got str"),
+        ("tokenizer.json", lambda text: text.replace('"Split"', '"Newer"'), "tokenizer .*did not match any variant"),
+        ("tokenizer.json", lambda _: "[]", "tokenizer"),
+        ("generation_config.json", lambda text: text[:-3], "generation_config.json .*not a valid JSON"),
+        ("generation_config.json", lambda _: "[]", "generation_config.json"),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_one_line_before_anything_starts(tmp_path, file, damage, said):
+    folder = shutil.copytree(KK_TINY, tmp_path / "model")
+    (folder / file).write_text(damage((folder / file).read_text()))
+    with pytest.raises(ValueError, match=rf"^model\.path={folder}: no {said}") as refused:
+        begin(tmp_path / "run", f"model.path={folder}")
+    assert "\n" not in str(refused.value)
+
+
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
     file = tmp_path / "file"
     file.touch()
