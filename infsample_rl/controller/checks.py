@@ -95,8 +95,10 @@ def _prepare(config: Config, inputs: Inputs, run_dir: Path, lock: TextIO | None)
     check_full_attention(architecture)
     left_out = check_weights(config.model)
     check_reference(config, tokenizer)
-    if config.objective.needs_reference and config.reference.path is not None:
-        load_model_config(dataclasses.replace(config.model, path=config.reference.path), "reference.path")
+    if config.objective.needs_reference and config.reference.path not in (None, config.model.path):
+        reference = dataclasses.replace(config.model, path=config.reference.path)
+        check_full_attention(load_model_config(reference, "reference.path"))
+        left_out += check_weights(reference, "reference.path")
     trained = check_lora(config, architecture, checkpoint)
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)

@@ -49,14 +49,14 @@ def load_policy(config: Config, device: torch.device, checkpoint: str | None, *,
 
 
 def load_in_slices(
-    model: ModelConfig, device: torch.device | str, *, path: str | None, dtype: torch.dtype
+    model: ModelConfig, device: torch.device | str, *, path: str | None, dtype: torch.dtype, setting: str = "model.path"
 ) -> tuple[PreTrainedModel, WeightSlices | None, str]:
     """An outline, what reads its weights, and how it was loaded in words; where its files do not allow that the whole
     model, None and why. Errors as load_model's."""
     try:
         return *load_outline(model, path=path, dtype=dtype), "in slices"
     except (OSError, ValueError, KeyError) as reason:  # what is wrong with the files load_model says better
-        return load_model(model, device, path=path, dtype=dtype), None, f"{WHOLE}: {reason}"
+        return load_model(model, device, path=path, dtype=dtype, setting=setting), None, f"{WHOLE}: {reason}"
 
 
 @contextlib.contextmanager

@@ -151,14 +151,15 @@ def load_frozen_policy(
     ValueError when the policy's tokenizer has ids it does not know.
     """
     path, device = config.reference.path or config.model.path, torch.device(device)
+    setting = "reference.path" if config.reference.path else "model.path"
     where, slices = torch.device("cpu") if offload else device, None
     if ranks > 1:
         dtype = getattr(torch, config.model.dtype)
-        lm, slices, how = load_in_slices(config.model, where, path=path, dtype=dtype)
+        lm, slices, how = load_in_slices(config.model, where, path=path, dtype=dtype, setting=setting)
         if slices is None and dist.get_rank() == 0:
             warnings.warn(f"the reference is loaded {how}", stacklevel=2)
     else:
-        lm = load_model(config.model, where, path=path)
+        lm = load_model(config.model, where, path=path, setting=setting)
     valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]
     if config.reference.path and rows < valid_vocab:
         raise ValueError(

@@ -50,10 +50,16 @@ def _check_not_quantised(config: PretrainedConfig, setting: str, path: str) -> N
 
 
 def load_model(
-    model: ModelConfig, device: torch.device | str = "cpu", *, path: str | None = None, dtype: torch.dtype | None = None
+    model: ModelConfig,
+    device: torch.device | str = "cpu",
+    *,
+    path: str | None = None,
+    dtype: torch.dtype | None = None,
+    setting: str = "model.path",
 ) -> PreTrainedModel:
     """The causal language model in eval mode, in `dtype` (default: model.dtype), from `path` (default: model.path),
-    read straight onto `device`. ValueError in one line when it cannot be had or its files lack a weight."""
+    read straight onto `device`. ValueError in one line, which names the `setting` of the path, when it cannot be had or
+    its files lack a weight."""
     source, device = path or model.path, torch.device(device)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # in a log each of its states would be a line
@@ -69,19 +75,19 @@ def load_model(
             source, **options, **local, adapter_kwargs=local, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ValueError(not_found("model.path", source, "causal language model", error)) from None
+        raise ValueError(not_found(setting, source, "causal language model", error)) from None
     module, found = loaded
-    _check_not_quantised(module.config, "model.path", source)
+    _check_not_quantised(module.config, setting, source)
     if found["missing_keys"]:  # transformers gives them random numbers, and warns
-        raise ValueError(lacking(source, found["missing_keys"]))
+        raise ValueError(lacking(setting, source, found["missing_keys"]))
     return module.eval()
 
 
-def lacking(source: str, names: Iterable[str]) -> str:
+def lacking(setting: str, source: str, names: Iterable[str]) -> str:
     """The line on a model whose files have no weights of these names."""
     first, *others = sorted(names)
     more = f" and {len(others)} more" if others else ""
-    return f"model.path={source}: its files have no {first}{more}, which its config.json asks for"
+    return f"{setting}={source}: its files have no {first}{more}, which its config.json asks for"
 
 
 def build_outline(

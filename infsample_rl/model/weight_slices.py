@@ -131,16 +131,16 @@ def _converted(lm: PreTrainedModel, stored: Iterable[str]) -> str | None:
     return next((name for pattern in patterns for name in stored if re.search(pattern, name)), None)
 
 
-def check_weights(model: ModelConfig) -> list[str]:
-    """Whether model.path's safetensors files hold every weight, in its shape; ValueError in one line where one is
-    damaged, or a weight is not as config.json says. Returns a warning where they hold more. What only loading can tell
-    is not said, and nothing is fetched."""
+def check_weights(model: ModelConfig, setting: str = "model.path") -> list[str]:
+    """Whether model.path's safetensors files hold every weight, in its shape; ValueError in one line, which names the
+    `setting` of the path, where one is damaged, or a weight is not as config.json says. Returns a warning where they
+    hold more. What only loading can tell is not said, and nothing is fetched."""
     where: dict[str, Any] = {"local_files_only": True}
     try:
         lm = _empty_model(model, model.path, torch.float32, where)
         shapes = {name: shape for path in _weight_files(model.path, where) for name, shape in _shapes(path).items()}
     except SafetensorError as error:
-        raise ValueError(not_found("model.path", model.path, "weights", error)) from None
+        raise ValueError(not_found(setting, model.path, "weights", error)) from None
     except (ValueError, OSError, RuntimeError, AttributeError, KeyError, TypeError):  # a model unlike those known
         return []
     groups, files, own = _names_of(lm).values(), set(shapes), lm.state_dict()
@@ -150,16 +150,16 @@ def check_weights(model: ModelConfig) -> list[str]:
     lacks = [names[0] for names in groups if not files.intersection(names)]
     missing = _without(lacks, lm._keys_to_ignore_on_load_missing)
     if missing:
-        raise ValueError(lacking(model.path, missing))
+        raise ValueError(lacking(setting, model.path, missing))
     for name in sorted(files.intersection(names[0] for names in groups)):  # others are tied to it
         if shapes[name] != list(own[name].shape):
             asked = f"its config.json asks for {list(own[name].shape)}"
-            raise ValueError(f"model.path={model.path}: {name} is {shapes[name]} in its files, {asked}")
+            raise ValueError(f"{setting}={model.path}: {name} is {shapes[name]} in its files, {asked}")
     more = _without(sorted(files.difference(own)), lm._keys_to_ignore_on_load_unexpected)
     if not more:
         return []
     others = f" and {len(more) - 1} more" if more[1:] else ""
-    return [f"{more[0]}{others} of the model's files are left out: its config.json asks for no such weights"]
+    return [f"{more[0]}{others} of the files of {setting} are left out: its config.json asks for no such weights"]
 
 
 def _without(names: list[str], patterns: Iterable[str] | None) -> list[str]:

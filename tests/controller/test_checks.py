@@ -63,7 +63,7 @@ def test_a_model_whose_files_lack_weights_is_refused_before_anything_starts_and_
         begin(tmp_path / "run", f"model.path={tmp_path / 'fewer'}")
     start = begin(tmp_path / "run", f"model.path={tmp_path / 'more'}")
     [warning] = [warning for warning in start.warnings if "are left out" in warning]
-    assert warning.startswith("model.layers.3.input_layernorm.weight and 10 more of the model's files")
+    assert warning.startswith("model.layers.3.input_layernorm.weight and 10 more of the files of model.path")
 
 
 def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path, monkeypatch):
@@ -111,6 +111,22 @@ def test_a_damaged_file_of_the_model_is_one_line_before_anything_starts(tmp_path
     with pytest.raises(ValueError, match=rf"^model\.path={folder}: no {said}") as refused:
         begin(tmp_path / "run", f"model.path={folder}")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}, "^reference.path=.*model: its files have no"),
+        ({"intermediate_size": 250}, "^reference.path=.*down_proj.weight is .* asks for"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layers of type sliding_attention"),
+    ],
+)
+def test_a_reference_is_checked_before_anything_starts_as_the_policy_is(tmp_path, change, said):
+    folder = shutil.copytree(KK_TINY, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=said):
+        begin(tmp_path / "run", "objective=default", f"reference.path={folder}")
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):

@@ -189,8 +189,8 @@ def test_what_files_hold_beside_the_model_is_named_and_a_head_that_is_tied_is_no
 ):
     add = {"model.layers.9.mlp.up_proj.weight": torch.zeros(1), "extra": torch.zeros(1)}
     path = copied(untied_policy, tmp_path / "more", lambda tensors: tensors.update(add))
-    [warning] = check_weights(ModelConfig(path=path))
-    assert warning == ("extra and 1 more of the model's files are left out: its config.json asks for no such weights")
+    said = "extra and 1 more of the files of model.path are left out: its config.json asks for no such weights"
+    assert check_weights(ModelConfig(path=path)) == [said]
     monkeypatch.setattr(type(loaded_whole(path)), "_keys_to_ignore_on_load_unexpected", [r"layers\.9", "extra"])
     assert check_weights(ModelConfig(path=path)) == []
     head = {"lm_head.weight": torch.zeros(1)}

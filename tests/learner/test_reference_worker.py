@@ -90,3 +90,11 @@ def test_a_smaller_vocabulary_is_refused(tmp_path):
     policy, small = save_policy(tmp_path / "policy", 0), save_policy(tmp_path / "small", 1, vocab_size=50)
     with pytest.raises(ValueError, match="has a vocabulary of 50 ids, the policy's tokenizer has 60"):
         ReferenceWorker(make_config(policy, 16, small))
+
+
+@pytest.mark.parametrize("setting", ["reference.path", "model.path"])
+def test_damaged_weights_name_the_setting_of_their_folder(tmp_path, setting):
+    policy, frozen = save_policy(tmp_path / "policy", 0), save_policy(tmp_path / "frozen", 1)
+    (tmp_path / ("frozen" if setting == "reference.path" else "policy") / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=f"^{setting}=.*: no causal language model could be loaded"):
+        ReferenceWorker(make_config(policy, 16, frozen if setting == "reference.path" else None))
