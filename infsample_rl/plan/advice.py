@@ -3,6 +3,7 @@ planning again."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,9 +82,7 @@ def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator
     if learner.activation_checkpointing != 1 or learner.recompute_granularity != "full":
         yield full
     for changes in ({}, full):
-        tokens = largest_row(with_settings(config, **changes), model, device)
-        if tokens is not None and tokens < learner.max_tokens_per_micro_batch:
-            yield changes | {"learner__max_tokens_per_micro_batch": tokens}
+        yield from _shorter_rows(config, model, device, changes)
     if learner.logprob_chunk_tokens > 256:
         yield {"learner__logprob_chunk_tokens": 256}
     ranks = config.cluster.learner_ranks
@@ -99,9 +98,19 @@ def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator
         yield {"learner__offload_optimizer": True, "learner__optimizer": "adamw"}
     if learner.lora_rank == 0:
         yield {"learner__lora_rank": 16}
-        tokens = largest_row(with_settings(config, **full, learner__lora_rank=16), model, device)
-        if tokens is not None and tokens < learner.max_tokens_per_micro_batch:
-            yield full | {"learner__lora_rank": 16, "learner__max_tokens_per_micro_batch": tokens}
+        yield from _shorter_rows(config, model, device, full | {"learner__lora_rank": 16})
+
+
+def _shorter_rows(
+    config: Config, model: ModelOutline, device: Device, changes: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """With the longest rows that fit beside these changes, where those are shorter; nothing where other settings, or
+    the model, do not allow them."""
+    tokens = None
+    with contextlib.suppress(ValueError):
+        tokens = largest_row(with_settings(config, **changes), model, device)
+    if tokens is not None and tokens < config.learner.max_tokens_per_micro_batch:
+        yield changes | {"learner__max_tokens_per_micro_batch": tokens}
 
 
 def _is_valid(config: Config, changes: dict[str, Any]) -> bool:

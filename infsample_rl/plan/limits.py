@@ -106,7 +106,7 @@ def largest_row(config: Config, model: ModelOutline, device: Device) -> int | No
     """
     fewest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     samples = config.rollout.group_size * config.rollout.max_new_tokens
-    most = min(MOST_ROW_TOKENS, config.data.prompts_per_step * (config.data.max_prompt_tokens + samples))
+    most = max(fewest, min(MOST_ROW_TOKENS, config.data.prompts_per_step * (config.data.max_prompt_tokens + samples)))
 
     if config.rollout.takes_free_memory:  # what rows leave it
         fewest_tokens = pool_pages(config, model, 0) * config.rollout.page_size

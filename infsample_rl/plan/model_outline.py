@@ -81,11 +81,16 @@ class ModelOutline:
         return sum(self.sizes)
 
     @cached_property
-    def layer_parameters(self) -> int:
-        """Elements of one decoder layer."""
+    def layer_shapes(self) -> list[torch.Size]:
+        """Shapes of the parameters of one decoder layer."""
         names = self.model._no_split_modules or ()
         layer = next(module for module in self.model.modules() if type(module).__name__ in names)
-        return sum(parameter.numel() for parameter in layer.parameters())
+        return [parameter.shape for parameter in layer.parameters()]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of one decoder layer."""
+        return sum(shape.numel() for shape in self.layer_shapes)
 
     @cached_property
     def is_converted(self) -> bool:
@@ -127,6 +132,7 @@ class ModelOutline:
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Elements of a token's hidden state, of its queries, of its keys (or values), and inside a layer's MLP."""
-        sizes = self.architecture
-        query = sizes.num_attention_heads * self.kv.head_dim
-        return sizes.hidden_size, query, self.kv.num_kv_heads * self.kv.head_dim, sizes.intermediate_size
+        sizes, kv = self.architecture, self.kv
+        # GPT-2, OPT and others name it otherwise: it is the longest side of their matrices
+        inner = getattr(sizes, "intermediate_size", None) or max(max(shape) for shape in self.layer_shapes)
+        return sizes.hidden_size, sizes.num_attention_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim, inner

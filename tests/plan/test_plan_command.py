@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import GPT2Config, OPTConfig, Qwen3Config
 
 from infsample_rl.commands.plan import main
 from infsample_rl.config.loading import load_config
-from infsample_rl.plan import advice, processes, run_plan
+from infsample_rl.plan import advice, limits, processes, run_plan
 from infsample_rl.plan.decode_time import decode_time
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
 from infsample_rl.plan.learner_memory import learner_lines
@@ -171,6 +171,39 @@ def test_the_largest_row_fits_and_a_tenth_more_does_not():
     )
     more = with_settings(fewer, learner__max_tokens_per_micro_batch=int(1.1 * tokens))
     assert plan_role(more, model, "learner").sum_bytes > room.usable_bytes
+
+
+def test_the_longest_row_is_no_shorter_than_a_prompt_and_its_response(monkeypatch):
+    monkeypatch.setattr(limits, "MOST_ROW_TOKENS", 64)  # as sequences of 300,000 tokens are above it
+    config = load_config(["objective=no_kl", "data.max_prompt_tokens=40", "rollout.max_new_tokens=50"])
+    assert largest_row(config, ModelOutline.of(config), DEVICES["h200"]) == 90
+
+
+def little_memory(monkeypatch):
+    """A machine on which nothing fits."""
+    room = replace(processes.host(), memory_bytes=1_000_000)
+    for module in (processes, run_plan, advice):
+        monkeypatch.setattr(module, "host", lambda: room)
+
+
+def test_where_adapters_are_not_allowed_they_are_no_advice_and_the_plan_is_told(capsys, monkeypatch):
+    little_memory(monkeypatch)
+    beside = ["reference.placement=learner", f"reference.path={load_config([]).model.path}"]
+    status, plan = plan_json(capsys, "objective=default", *beside)
+    learner = next(process for process in plan["processes"] if process["role"] == "learner")
+    assert status == 1 and not learner["fits"] and learner["advice"] == []
+
+
+def test_a_model_that_names_its_sizes_otherwise_is_planned_with_its_own(tmp_path, capsys, monkeypatch):
+    opt = OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
+    assert ModelOutline(architecture=opt, valid_vocab=100).widths == (64, 64, 64, 96)
+    gpt2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, architectures=["GPT2LMHeadModel"])
+    gpt2.save_pretrained(tmp_path)
+    status, plan = plan_json(capsys, "objective=no_kl", f"model.path={tmp_path}")
+    assert status == 0 and "rows of a step" in lines(plan["processes"][0])
+    little_memory(monkeypatch)
+    status, plan = plan_json(capsys, "objective=no_kl", f"model.path={tmp_path}")  # no layer of it can have adapters
+    assert status == 1 and plan["processes"][1]["advice"] == []
 
 
 @pytest.mark.parametrize(
