@@ -32,15 +32,12 @@ class WeightPublisher:
             self._shapes = shapes_of(self._tensors())
         return self._shapes
 
-    def _manifest(self, version: int) -> WeightManifest:
-        return plan_weights(self.shapes(), version)
-
     def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray]]:
         """For an object store: manifest and buckets, each valid until the next is asked for.
 
         Every rank must run the buckets to their end; those of other ranks than 0 are none.
         """
-        manifest, tensors = self._manifest(version), self._tensors()
+        manifest, tensors = plan_weights(self.shapes(), version), self._tensors()
         if self._rank != 0:
             return manifest, (bucket for _ in tensors for bucket in list[np.ndarray]())
         return manifest, stream_buckets(tensors, manifest)
@@ -60,7 +57,7 @@ class WeightPublisher:
     def send(self, version: int) -> WeightSyncReport | None:
         """Rank 0 sends every rollout worker, which receives at the same time, what it samples with. Other ranks gather,
         and return None."""
-        manifest, tensors = self._manifest(version), self._tensors()
+        manifest, tensors = plan_weights(self.shapes(), version), self._tensors()
         if self._rank == 0:
             return send_weights(self._link, tensors, manifest)
         deque(tensors, maxlen=0)  # keeps none while the next one comes

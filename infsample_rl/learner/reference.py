@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -168,13 +168,11 @@ def load_frozen_policy(
         )
     policy = packed_policy(config, lm, valid_vocab).requires_grad_(False)
     if ranks > 1:
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (ranks,)),
-            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-        }
+        mesh = init_device_mesh(device.type, (ranks,))
+        place = CPUOffloadPolicy() if offload else OffloadPolicy()
         for unit in (*policy.decoder_layers(), policy):
             # no backward comes that would free what was gathered
-            fully_shard(unit, **options, reshard_after_forward=True)
+            fully_shard(unit, mesh=mesh, offload_policy=place, reshard_after_forward=True)
     if slices is not None:
         materialize(policy, where)
         for name, shard in policy.lm.named_parameters():

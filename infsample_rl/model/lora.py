@@ -23,9 +23,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config import Config, LearnerConfig
+from infsample_rl.model.loading import build_outline
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -223,12 +224,11 @@ def check_lora(config: Config, architecture: PretrainedConfig, checkpoint: Path 
         raise ValueError(
             f"learner.lora_rank={learner.lora_rank} needs the package peft: pip install peft, or learner.lora_rank=0"
         )
-    with torch.device("meta"):  # an outline, which takes no memory
-        lm = AutoModelForCausalLM.from_config(architecture, trust_remote_code=config.model.trust_remote_code)
+    lm = build_outline(architecture, torch.float32, trust_remote_code=config.model.trust_remote_code)
     layers = target_names(lm, learner.lora_targets)
     if checkpoint is not None:
         _check_adapters(learner, checkpoint, saved, layers)
-    sizes = [lm.get_submodule(layer).weight.shape for layer in layers]
+    sizes = [lm.get_parameter(f"{layer}.weight").shape for layer in layers]
     count = learner.lora_rank * sum(rows + columns for rows, columns in sizes)
     kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     share = count / sum(parameter.numel() for parameter in lm.parameters())

@@ -20,14 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.hub import cached_only, not_found
-from infsample_rl.model.loading import lacking
+from infsample_rl.model.loading import build_outline, lacking
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHUNK_ELEMENTS = 2**24  # read at a time: 64 MB in float32
@@ -195,8 +195,7 @@ def _empty_model(model: ModelConfig, source: str, dtype: torch.dtype, where: dic
     config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code, **where)
     if _cached(source, "adapter_config.json", where) is not None:
         raise NotSliceable("its files are adapters")
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code).eval()
+    return build_outline(config, dtype, trust_remote_code=model.trust_remote_code).eval()
 
 
 def _cached(source: str, name: str, where: dict[str, Any]) -> str | None:

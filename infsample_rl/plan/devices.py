@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from infsample_rl.config import Config
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 
@@ -59,8 +61,6 @@ def gigabytes(num_bytes: float) -> str:
 
 def host() -> Device:
     """This machine's memory, as far as it is free; speeds as measured on 2 cores."""
-    import torch
-
     return Device(
         name="host memory",
         memory_bytes=free_bytes(torch.device("cpu")),
@@ -73,8 +73,6 @@ def gpu_of(config: Config) -> Device | None:
     """The GPU that cluster.device_type names, else the one found here; None: neither."""
     if config.cluster.device_type is not None:
         return DEVICES[config.cluster.device_type]
-    import torch
-
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)

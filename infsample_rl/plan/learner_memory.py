@@ -8,6 +8,7 @@ the CPU has been measured; 16 bits, several ranks, DeepSpeed, offload and CUDA f
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -65,7 +66,7 @@ def row_groups(prompt_tokens: int, response_tokens: int, row_tokens: int, group_
 
 def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     learner, size = config.learner, getattr(torch, config.model.dtype).itemsize
-    trained = _trained_sizes(config, model)
+    trained = model.adapter_sizes(config) if learner.lora_rank > 0 else model.sizes
     count, frozen = sum(trained), model.num_parameters if learner.lora_rank > 0 else 0
     ranks = config.cluster.learner_ranks
     if learner.backend == "deepspeed":
@@ -73,25 +74,21 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     elif ranks > 1:
         lines = _fsdp_state(config, model, trained, count, frozen, size)
     else:
-        masters = 0 if size == 4 else 4 * count
-        adapters = count * size if learner.lora_rank > 0 else 0
         lines = {
-            "weights": frozen * size + (adapters or count * size),
-            "float32 masters": masters,
+            "weights": size * (frozen + count),
+            "float32 masters": 0 if size == 4 else 4 * count,
             "gradients": 4 * count,
+            "optimizer's moments": _moments(trained, learner.optimizer),
         }
-        lines |= {"optimizer's moments": _moments(trained, learner.optimizer)}
     if not (learner.offload_optimizer and config.cluster.learner_gpus > 0):
         return lines, {}
     if ranks == 1 and learner.backend == "fsdp":
         kept = {name: lines.pop(name) for name in ("float32 masters", "gradients", "optimizer's moments")}
         return lines, kept | {"float32 masters": 4 * count}  # in float32 too they are copies, in host memory
-    moved = (
-        ("float32 shards", "gradients", "optimizer's moments")
-        if learner.backend == "fsdp"
-        else ("float32 masters", "optimizer's moments")
-    )
-    return lines, {name: lines.pop(name) for name in moved if name in lines}
+    moved = {"float32 shards", "float32 masters", "optimizer's moments"}
+    if learner.backend == "fsdp":
+        moved.add("gradients")
+    return lines, {name: lines.pop(name) for name in list(lines) if name in moved}
 
 
 def beside_steps(config: Config, model: ModelOutline, state: Lines) -> int:
@@ -110,10 +107,6 @@ def beside_steps(config: Config, model: ModelOutline, state: Lines) -> int:
     piece = 4 * max(model.sizes) + min(BUCKET_BYTES, size * model.num_parameters)
     leaving = kept + state.get("optimizer's moments", 0) + piece
     return max(loading, leaving if in_slices else 0)
-
-
-def _trained_sizes(config: Config, model: ModelOutline) -> list[int]:
-    return model.adapter_sizes(config) if config.learner.lora_rank > 0 else model.sizes
 
 
 def _moments(sizes: Iterable[int], optimizer: str) -> int:
@@ -161,20 +154,12 @@ def _zero_state(config: Config, count: int, frozen: int, size: int) -> Lines:
 
 def row_lines(config: Config, model: ModelOutline) -> Lines:
     """The fullest row of an update: prompts of data.max_prompt_tokens, responses of rollout.max_new_tokens."""
-    dtype, sharded = (
-        getattr(torch, config.model.dtype),
-        config.cluster.learner_ranks > 1 or config.learner.backend == "deepspeed",
-    )
-    settings = RowSettings(
-        model=model,
-        dtype=dtype,
-        learner=config.learner,
-        masters=dtype != torch.float32 and not sharded,
-        on_gpu=config.cluster.learner_gpus > 0,
-        flex_attention=config.cluster.learner_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
-        head_fp32=config.model.lm_head_fp32,
-        top_k=config.objective.teacher_top_k,
-        adds_head_gradient=not sharded and not (config.learner.offload_optimizer and config.cluster.learner_gpus > 0),
+    sharded = config.cluster.learner_ranks > 1 or config.learner.backend == "deepspeed"
+    on_gpu = config.cluster.learner_gpus > 0
+    settings = replace(
+        _row_settings(config, model, on_gpu=on_gpu),
+        masters=config.model.dtype != "float32" and not sharded,
+        adds_head_gradient=not sharded and not (config.learner.offload_optimizer and on_gpu),
     )
     whole_group = config.data.max_prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens
     in_passes = config.long_rows > 0 and whole_group > config.learner.max_tokens_per_micro_batch
@@ -190,8 +175,12 @@ def learner_row(config: Config) -> RowGroups:
 
 def frozen_row(config: Config, model: ModelOutline, row: RowGroups, *, on_gpu: bool) -> Lines:
     """The fullest moment of a row of a reference or a teacher, which has no gradient."""
+    return fullest_moment(replace(_row_settings(config, model, on_gpu=on_gpu), with_gradient=False), row)
+
+
+def _row_settings(config: Config, model: ModelOutline, *, on_gpu: bool) -> RowSettings:
     dtype = getattr(torch, config.model.dtype)
-    settings = RowSettings(
+    return RowSettings(
         model=model,
         dtype=dtype,
         learner=config.learner,
@@ -199,10 +188,8 @@ def frozen_row(config: Config, model: ModelOutline, row: RowGroups, *, on_gpu: b
         on_gpu=on_gpu,
         flex_attention=on_gpu and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
-        with_gradient=False,
         top_k=config.objective.teacher_top_k,
     )
-    return fullest_moment(settings, row)
 
 
 def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:

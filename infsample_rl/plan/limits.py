@@ -92,11 +92,6 @@ def _sum_of_pool(config: Config, model: ModelOutline, role: str, pages: int, slo
     return plan_role(changed, model, "learner" if role == "colocated" else "rollout").sum_bytes
 
 
-def largest_group(config: Config, limits: dict[str, int]) -> int | None:
-    """G that fits; None: any, since no schedule but full_group holds more for a larger one."""
-    return limits["slots"] if config.rollout.schedule == "full_group" else None
-
-
 def largest_row(config: Config, model: ModelOutline, device: Device) -> int | None:
     """Tokens of the longest learner row that fits, in steps of 256; None where not even one prompt with one response
     does.

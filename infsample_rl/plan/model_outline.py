@@ -110,19 +110,14 @@ class ModelOutline:
         head = self.model.get_output_embeddings().weight
         return self.num_parameters - (0 if embedding is head else embedding.numel())
 
+    def adapted(self, config: Config) -> list[torch.Size]:
+        """Shapes of the weights that get LoRA adapters."""
+        names = target_names(self.model, config.learner.lora_targets)
+        return [self.model.get_parameter(f"{name}.weight").shape for name in names]
+
     def adapter_sizes(self, config: Config) -> list[int]:
         """Elements of every LoRA matrix of these settings."""
-        rank, sizes = config.learner.lora_rank, []
-        for name in target_names(self.model, config.learner.lora_targets):
-            adapted: Any = self.model.get_submodule(name)
-            outputs, inputs = adapted.weight.shape
-            sizes += [rank * inputs, rank * outputs]
-        return sizes
-
-    def adapted_parameters(self, config: Config) -> int:
-        """Elements of the weights that get LoRA adapters."""
-        names = target_names(self.model, config.learner.lora_targets)
-        return sum(self.model.get_parameter(f"{name}.weight").numel() for name in names)
+        return [config.learner.lora_rank * size for shape in self.adapted(config) for size in reversed(shape)]
 
     @cached_property
     def kv(self) -> KVShape:

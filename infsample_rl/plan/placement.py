@@ -226,9 +226,8 @@ def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
         ways.append(f"what one takes is set by {''.join(sizes)}cluster.cpus_per_worker")
     have = _amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
     return (
-        f"{wanted} want {_amounts(total_cpus(config), total_gpus(config))}, but there are {have} "
-        f"free{nodes_text(nodes)}; "
-        f"no place for {absent}; {'; '.join(ways)}"
+        f"{wanted} want {_amounts(total_cpus(config), total_gpus(config))}, but there are {have} free"
+        f"{nodes_text(nodes)}; no place for {absent}; {'; '.join(ways)}"
     )
 
 

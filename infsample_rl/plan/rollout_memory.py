@@ -240,8 +240,8 @@ def _adapters(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     host memory."""
     if not config.learner.sends_adapters or config.cluster.colocate:
         return {}, {}
-    size = _item(config)
-    received, base = size * sum(model.adapter_sizes(config)), size * model.adapted_parameters(config)
+    size, shapes = _item(config), model.adapted(config)
+    received, base = size * sum(model.adapter_sizes(config)), size * sum(shape.numel() for shape in shapes)
     if config.cluster.rollout_gpus > 0:
         return {"received adapters": received}, {"base weights of the adapted layers": base}
     return {"received adapters": received, "base weights of the adapted layers": base}, {}

@@ -13,7 +13,7 @@ from infsample_rl.plan.advice import advise
 from infsample_rl.plan.decode_time import DecodeTime, decode_time
 from infsample_rl.plan.devices import Device, gigabytes, host
 from infsample_rl.plan.learner_memory import resting_bytes
-from infsample_rl.plan.limits import idle_memory, largest_group, largest_pool, largest_row
+from infsample_rl.plan.limits import idle_memory, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import ProcessPlan, is_here, place_of, plan_processes, sampling_place
 from infsample_rl.plan.rollout_memory import parked_bytes
@@ -46,10 +46,11 @@ class RolePlan:
 
     @cached_property
     def largest(self) -> dict[str, int | None]:
-        """The largest settings that fit, by name."""
+        """The largest settings that fit, by name; None: any, and of rows that none does."""
         largest: dict[str, int | None] = dict(self.largest_pool)
         if self.largest_pool:
-            largest["group_size"] = largest_group(self.config, self.largest_pool)
+            # no schedule but full_group holds more for a larger one
+            largest["group_size"] = largest["slots"] if self.config.rollout.schedule == "full_group" else None
         if self.process.role in ("learner", "colocated"):
             largest["max_tokens_per_micro_batch"] = largest_row(self.config, self.model, self.device)
         return largest

@@ -43,9 +43,8 @@ def _check_shared_gpu(cluster: ClusterConfig) -> None:
         raise ValueError(
             "cluster.weight_sync=cuda_ipc needs learner and engines on one GPU: cluster.learner_ranks x learner_gpus + "
             f"rollout_workers x rollout_gpus <= 1, got {cluster.learner_ranks} x {cluster.learner_gpus:g} + "
-            f"{cluster.rollout_workers} x "
-            f"{cluster.rollout_gpus:g}; "
-            "the nearest that works on more GPUs is cluster.weight_sync=broadcast"
+            f"{cluster.rollout_workers} x {cluster.rollout_gpus:g}; the nearest that works on more GPUs is "
+            "cluster.weight_sync=broadcast"
         )
 
 
