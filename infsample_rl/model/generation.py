@@ -33,7 +33,10 @@ def load_generation_config(model: ModelConfig, architecture: PretrainedConfig) -
     """generation_config.json of model.path; without one, what the model's config implies, as transformers does.
     ValueError for one that is there and damaged, since its stop ids would be missed."""
     try:
-        return GenerationConfig.from_pretrained(model.path, local_files_only=cached_only(model.path))
+        generation = GenerationConfig.from_pretrained(model.path, local_files_only=cached_only(model.path))
+        if not all(isinstance(end, int) for end in _ends(generation)):
+            raise TypeError(f"eos_token_id must be an id or a list of ids, got {generation.eos_token_id!r}")
+        return generation
     except Exception as error:
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
             raise ValueError(not_found("model.path", model.path, GENERATION_CONFIG_NAME, error)) from None
@@ -59,6 +62,10 @@ def unused_generation_settings(generation: GenerationConfig, rollout: RolloutCon
 
 def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
     """Ids that end a sample: the union of the generation config's, the tokenizer's end token and the user's own."""
-    configured = generation.eos_token_id if generation is not None else None
-    ends = [configured] if isinstance(configured, int) else configured or []
+    ends = _ends(generation) if generation is not None else []
     return {*extra, *ends} | ({tokenizer.eos_token_id} - {None})
+
+
+def _ends(generation: GenerationConfig) -> list[int]:
+    ends = generation.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]

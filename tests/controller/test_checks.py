@@ -103,6 +103,11 @@ def test_quantised_weights_are_refused_before_anything_starts(tmp_path, setting)
         ("tokenizer.json", lambda _: "[]", "tokenizer"),
         ("generation_config.json", lambda text: text[:-3], "generation_config.json .*not a valid JSON"),
         ("generation_config.json", lambda _: "[]", "generation_config.json"),
+        (
+            "generation_config.json",
+            lambda text: text.replace(": 3,", ': "3",'),
+            "generation_config.json .*eos_token_id must be",
+        ),
     ],
 )
 def test_a_damaged_file_of_the_model_is_one_line_before_anything_starts(tmp_path, file, damage, said):
