@@ -137,12 +137,13 @@ def check_weights(model: ModelConfig, setting: str = "model.path") -> list[str]:
     hold more. What only loading can tell is not said, and nothing is fetched."""
     where: dict[str, Any] = {"local_files_only": True}
     try:
-        lm = _empty_model(model, model.path, torch.float32, where)
-        shapes = {name: shape for path in _weight_files(model.path, where) for name, shape in _shapes(path).items()}
-    except SafetensorError as error:
-        raise ValueError(not_found(setting, model.path, "weights", error)) from None
+        lm, paths = _empty_model(model, model.path, torch.float32, where), _weight_files(model.path, where)
     except (ValueError, OSError, RuntimeError, AttributeError, KeyError, TypeError):  # a model unlike those known
         return []
+    try:
+        shapes = {name: shape for path in paths for name, shape in _shapes(path).items()}
+    except (SafetensorError, OSError) as error:  # OSError: one of several is not there
+        raise ValueError(not_found(setting, model.path, "weights", error)) from None
     groups, files, own = _names_of(lm).values(), set(shapes), lm.state_dict()
     prefixed = {name.removeprefix(f"{lm.base_model_prefix}.") for names in groups for name in names}
     if _converted(lm, files) is not None or files & (prefixed - set().union(*groups)):  # of a model without its head

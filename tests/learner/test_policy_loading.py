@@ -246,6 +246,14 @@ def test_damaged_weights_are_refused_in_a_line(untied_policy, tmp_path):
         check_weights(ModelConfig(path=str(path)))
 
 
+def test_a_file_of_several_that_is_not_there_is_named(untied_policy, tmp_path):
+    loaded_whole(untied_policy).save_pretrained(tmp_path, max_shard_size="20KB")
+    gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"^model.path={tmp_path}: no weights could be loaded .*{gone.name}"):
+        check_weights(ModelConfig(path=str(tmp_path)))
+
+
 def test_bin_files_are_loaded_whole(tools, untied_policy, tmp_path):
     folder = tmp_path / "bin"
     shutil.copytree(untied_policy, folder)
