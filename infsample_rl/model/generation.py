@@ -62,10 +62,9 @@ def unused_generation_settings(generation: GenerationConfig, rollout: RolloutCon
 
 def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
     """Ids that end a sample: the union of the generation config's, the tokenizer's end token and the user's own."""
-    ends = _ends(generation) if generation is not None else []
-    return {*extra, *ends} | ({tokenizer.eos_token_id} - {None})
+    return {*extra, *_ends(generation)} | ({tokenizer.eos_token_id} - {None})
 
 
-def _ends(generation: GenerationConfig) -> list[int]:
-    ends = generation.eos_token_id
+def _ends(generation: GenerationConfig | None) -> list[int]:
+    ends = None if generation is None else generation.eos_token_id
     return ends if isinstance(ends, list) else [] if ends is None else [ends]

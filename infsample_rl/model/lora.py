@@ -228,8 +228,7 @@ def check_lora(config: Config, architecture: PretrainedConfig, checkpoint: Path 
     layers = target_names(lm, learner.lora_targets)
     if checkpoint is not None:
         _check_adapters(learner, checkpoint, saved, layers)
-    sizes = [lm.get_parameter(f"{layer}.weight").shape for layer in layers]
-    count = learner.lora_rank * sum(rows + columns for rows, columns in sizes)
+    count = learner.lora_rank * sum(sum(lm.get_parameter(f"{layer}.weight").shape) for layer in layers)
     kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     share = count / sum(parameter.numel() for parameter in lm.parameters())
     return (

@@ -29,7 +29,8 @@ def advise(config: Config, model: ModelOutline, plan: ProcessPlan, device: Devic
         for tried in (changes, before | changes):
             if _fits(config, model, role, tried):
                 return [_written(name, value) for name, value in tried.items() if value != _value(config, name)]
-        if _is_valid(config, before | changes):
+        with contextlib.suppress(ValueError):  # of settings that do not go together
+            with_settings(config, **(before | changes))
             before |= changes
     return []
 
@@ -113,23 +114,13 @@ def _shorter_rows(
         yield changes | {"learner__max_tokens_per_micro_batch": tokens}
 
 
-def _is_valid(config: Config, changes: dict[str, Any]) -> bool:
-    try:
-        with_settings(config, **changes)
-    except ValueError:
-        return False
-    return True
-
-
 def _fits(config: Config, model: ModelOutline, role: str, changes: dict[str, Any]) -> bool:
-    if not _is_valid(config, changes):
-        return False
-    changed = with_settings(config, **changes)
-    if role == "reference" and changed.reference.placement == "learner":
-        role = "learner"
     try:
+        changed = with_settings(config, **changes)
+        if role == "reference" and changed.reference.placement == "learner":
+            role = "learner"
         plan = plan_role(changed, model, role)
-    except ValueError:  # a pool too small for one prompt and one response
+    except ValueError:  # they do not go together, or leave a pool too small for one prompt and one response
         return False
     in_host = plan.count * plan.host_bytes if plan.gpus and is_here(changed) else 0
     return plan.sum_bytes <= place_of(changed, model, role).usable_bytes and in_host <= host().memory_bytes

@@ -86,8 +86,7 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
         kept = {name: lines.pop(name) for name in ("float32 masters", "gradients", "optimizer's moments")}
         return lines, kept | {"float32 masters": 4 * count}  # in float32 too they are copies, in host memory
     moved = {"float32 shards", "float32 masters", "optimizer's moments"}
-    if learner.backend == "fsdp":
-        moved.add("gradients")
+    moved |= {"gradients"} if learner.backend == "fsdp" else set()
     return lines, {name: lines.pop(name) for name in list(lines) if name in moved}
 
 
