@@ -194,6 +194,8 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
             run["dir"] = str(_run_of(run["resume"]))
         else:
             run["dir"] = f"runs/{run['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run["dir"] == "":
+        raise ConfigError("run.dir is empty, as a shell's variable that is not set: give a folder, or leave it out")
     run["dir"] = _absolute(run["dir"])
     if run["resume"] not in RESUME:
         run["resume"] = _absolute(run["resume"])

@@ -174,6 +174,7 @@ WRONG = [
     (["rollout.slots"], "'rollout.slots' is not name=value"),
     (["data.instruction=a = b"], "needs two pairs of quotes: 'data.instruction=\"a = b\"'"),
     (["~rollout.slots"], "settings cannot be deleted"),
+    (["run.dir="], "run.dir is empty, as a shell's variable that is not set"),
     (["hydra.run.dir=x"], "Hydra only composes the settings here"),
     (
         ["rollout.preemption=recomputed"],
@@ -865,7 +866,7 @@ def test_every_setting_is_read_somewhere():
     by_properties = {("run", "deterministic"), ("data", "eval_source"), ("learner", "lora_publish")}
     by_properties |= {("objective", "distill_top_k")}
     alone = {
-        "rollout": "prefix_tokens epsilon kv_budget_tokens preemption",
+        "rollout": "prefix_tokens kv_budget_tokens preemption",
         "environment": "tools max_turns straggler_s",
     }
     by_another_name = {(section, name) for section, names in alone.items() for name in names.split()}
