@@ -13,15 +13,12 @@ COMMANDS = {  # name: (module with main(arguments), what it does)
         "infsample_rl.commands.plan",
         "what a run will take, before it starts: memory, and the time of a decode step",
     ),
-    "evaluate": (
-        "infsample_rl.commands.evaluate",
-        "mean@k, pass@k and majority vote of a checkpoint on held-out problems",
-    ),
+    "evaluate": ("infsample_rl.commands.evaluate", "mean reward and pass@k of a checkpoint on held-out problems"),
     "chat": ("infsample_rl.commands.chat", "talk with a checkpoint"),
     "serve": ("infsample_rl.commands.serve.__main__", "a checkpoint behind HTTP, for harnesses that call the policy"),
     "merge": ("infsample_rl.commands.merge", "a LoRA checkpoint merged into its base model"),
     "report": ("infsample_rl.commands.report", "one HTML page of one run or of several"),
-    "replay": ("infsample_rl.commands.replay", "a recorded step once more: its update, bit by bit, or its schedule"),
+    "replay": ("infsample_rl.commands.replay", "the update of a recorded step once more, by the learner alone"),
     "train_predictor": (
         "infsample_rl.commands.train_predictor",
         "the bert length predictor, fitted to completions",
