@@ -24,7 +24,7 @@ class RewardFunctionConfig:
     name: str = setting(
         "",
         "gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function, model:<folder or hub "
-        "name>, or judge",
+        "name>, environment, or judge",
     )
     weight: float = setting(1.0, "factor in the sum")
     kwargs: dict[str, Any] = setting(

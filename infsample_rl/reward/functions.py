@@ -58,9 +58,10 @@ def kind_of(name: str) -> str:
         return "user"
     if name.rstrip(":").endswith(".py"):
         raise ValueError(f"reward.functions: {name} names no function of the file: give {name.rstrip(':')}:FUNCTION")
+    known = [*RULES, JUDGE, ENVIRONMENT]
     raise ValueError(
-        f"reward.functions: unknown name {name!r}; give {', '.join(RULES)}, judge, path/to/file.py:function or "
-        f"model:<folder or hub name>{did_you_mean(name, [*RULES, JUDGE, ENVIRONMENT], 0.5)}"
+        f"reward.functions: unknown name {name!r}; give {', '.join(known)}, path/to/file.py:function or "
+        f"model:<folder or hub name>{did_you_mean(name, known, 0.5)}"
     )
 
 

@@ -36,7 +36,7 @@ def test_all_that_works_passes(user_file):
     ("name", "message"),
     [
         ("gsm8", "unknown name 'gsm8'; give gsm8k, math, kk, reasoning_gym, .*; did you mean gsm8k?"),
-        ("accuracy", "unknown name 'accuracy'; give gsm8k, math, .*, path/to/file.py:function or model:<folder"),
+        ("accuracy", "unknown name 'accuracy'; give gsm8k, .*, environment, path/to/file.py:function or model:<folder"),
         ("model:", "unknown name 'model:'"),
         ("FILE", "names no function of the file: give .*user_rewards.py:FUNCTION"),
         ("FILE:brevty", "has no function brevty; its functions are brevity, .*; did you mean brevity?"),
