@@ -51,7 +51,7 @@ class ClusterConfig:
         0.0, "GPUs of one learner rank: 0 or 1, at one rank also a part of one", low=0, high=1
     )
     reference_workers: int = setting(
-        1, "reference workers, started only when a KL term is used", low=1, read_if=lambda c: c.has_reference_workers
+        1, "reference workers, started for a KL term or a teacher", low=1, read_if=lambda c: c.has_reference_workers
     )
     reference_ranks: int = setting(
         1,
